@@ -1,0 +1,1 @@
+"""A compact reference implementation of pipeline, data parallelism and ZeRO-1."""

@@ -1,0 +1,1 @@
+"""Pipeline schedules as data: no torch, no processes."""
