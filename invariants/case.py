@@ -115,8 +115,8 @@ class Case:
     """What one run does, from the world to the last step.
 
     A global batch is `dp * microbatches * microbatch_size` samples: replica d takes the d-th contiguous block, and cuts
-    it into `microbatches` contiguous microbatches. `split` is the number of layers of each stage (embedding and head are
-    layers of their own), or None where the target is to decide. `frozen` are indices of layers that are not trained.
+    it into `microbatches` contiguous microbatches. `split` is the number of layers of each stage (embedding and head
+    are layers of their own), or None where the target is to decide. `frozen` are indices of layers that are not trained.
     `options` carries what a target's own cases need, as text.
     """
 

@@ -104,14 +104,16 @@ class Promises:
     `layout`: how optimizer state is sharded over `dp`: `flat` (equal shards of one flat buffer a parameter group,
     padded to a multiple of dp x `alignment` elements), `whole-parameter` (each parameter's state on one rank),
     `replicated`. `masters`: whether fp32 master copies are held besides. `resume`: whether a resumed run has the same
-    bits as the uninterrupted one, or agrees within the tolerance rule. `rows`: whether the schedule of a trainer
-    contains its sends and receives (`lowered`) or computation only.
+    bits as the uninterrupted one, or agrees within the tolerance rule. `lowering`: how a schedule that lists computation
+    only is turned into sends and receives, by the name that `invariants.schedule.lowering` gives it; None where the
+    schedule contains them already, or nobody knows.
     """
 
     layout: Literal["flat", "whole-parameter", "replicated"] = "replicated"
     alignment: int = 1
     masters: bool = False
     resume: Literal["bitwise", "tolerance"] = "tolerance"
+    lowering: str | None = None
 
 
 class Trainer(Protocol):

@@ -1,6 +1,6 @@
 """One cell of a schedule: what a rank does with one microbatch of one stage.
 
-The text form is that of `torch.distributed.pipelining`: `{stage}{operation}{microbatch}`, for example `0F3`, `1SEND_F0`.
+The text form is that of `torch.distributed.pipelining`: `{stage}{operation}{microbatch}`, as in `0F3` and `1SEND_F0`.
 `1SEND_F0` on the rank of stage 1 sends stage 1's output of microbatch 0 to stage 2; `2RECV_F0` receives it there;
 `2SEND_B0` sends the gradient of stage 2's input back to stage 1, where `1RECV_B0` receives it. A cell
 `(1SEND_F2;1RECV_B0)BATCH` posts its operations together and waits for all of them.

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 class RankContext:
     """Handed to every function that a world runs, as its first argument.
 
-    `generator` is seeded by the rank and fresh for each call. `state` lives as long as the test or example that uses the
-    world, so that a later call finds what an earlier one left. `groups` caches subgroups by their ranks over the life
+    `generator` is seeded by the rank and fresh for each call. `state` lives as long as the test or example that uses
+    the world, so that a later call finds what an earlier one left. `groups` caches subgroups by their ranks over the life
     of the world: creating one costs milliseconds, destroying one tens of them.
     """
 
