@@ -116,8 +116,8 @@ class Case:
 
     A global batch is `dp * microbatches * microbatch_size` samples: replica d takes the d-th contiguous block, and cuts
     it into `microbatches` contiguous microbatches. `split` is the number of layers of each stage (embedding and head
-    are layers of their own), or None where the target is to decide. `frozen` are indices of layers that are not trained.
-    `options` carries what a target's own cases need, as text.
+    are layers of their own), or None where the target is to decide. `frozen` are indices of layers that are not
+    trained. `options` carries what a target's own cases need, as text.
     """
 
     topology: Topology = field(default_factory=lambda: Topology.of(pp=1, dp=1))
