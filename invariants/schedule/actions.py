@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import enum
 import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from invariants.errors import UsageError
@@ -32,8 +33,19 @@ class Op(enum.Enum):
         """Whether the action occupies the device, as against the link."""
         return self in _COMPUTE
 
+    @property
+    def sends(self) -> bool:
+        """Whether the action gives a message away."""
+        return self in (Op.SEND_F, Op.SEND_B)
+
+    @property
+    def forward(self) -> bool:
+        """Whether the action makes, sends or receives an activation, as against a gradient."""
+        return self in _FORWARD
+
 
 _COMPUTE = frozenset({Op.FORWARD, Op.INPUT_GRADIENT, Op.WEIGHT_GRADIENT, Op.BACKWARD})
+_FORWARD = frozenset({Op.FORWARD, Op.SEND_F, Op.RECV_F})
 
 
 @dataclass(frozen=True, order=False)
@@ -43,6 +55,11 @@ class Action:
     stage: int
     op: Op
     microbatch: int
+
+    @property
+    def peer(self) -> int:
+        """Stage at the other end of a send or receive; it may lie outside the pipeline, where a schedule is wrong."""
+        return self.stage + 1 if self.op.forward is self.op.sends else self.stage - 1
 
     def __str__(self) -> str:
         return f"{self.stage}{self.op.value}{self.microbatch}"
@@ -83,3 +100,39 @@ def _parse_action(part: str, text: str) -> Action:
         allowed = ", ".join(op.value for op in Op)
         raise UsageError(f"schedule cell {text!r}: expected {{stage}}{{op}}{{microbatch}} with op one of {allowed}")
     return Action(int(match[1]), Op(match[2]), int(match[3]))
+
+
+def parse_rows(texts: Iterable[Iterable[str]]) -> tuple[Row, ...]:
+    """Read one row a rank, each from the texts of its cells; a `UsageError` names the rank and the column."""
+    rows = []
+    for rank, row in enumerate(texts):
+        cells = []
+        for column, text in enumerate(row):
+            try:
+                cells.append(parse_cell(text))
+            except UsageError as error:
+                raise UsageError(f"rank {rank}, column {column}: {error}") from None
+        rows.append(tuple(cells))
+    return tuple(rows)
+
+
+def actions_of(cell: Cell) -> tuple[Action, ...]:
+    """The actions of a cell: itself, or those of a batch."""
+    return cell.actions if isinstance(cell, Batch) else (cell,)
+
+
+def placement(rows: Sequence[Row]) -> dict[int, int]:
+    """Rank of each stage that computes something; a rank may hold several stages.
+
+    A stage that computes on two ranks is a `UsageError`.
+    """
+    ranks: dict[int, int] = {}
+    for rank, row in enumerate(rows):
+        for cell in row:
+            if isinstance(cell, Batch) or not cell.op.computes:
+                continue
+            if ranks.setdefault(cell.stage, rank) != rank:
+                raise UsageError(
+                    f"schedule: stage {cell.stage} computes on rank {ranks[cell.stage]} and on rank {rank}"
+                )
+    return ranks
