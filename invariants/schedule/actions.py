@@ -121,6 +121,11 @@ def actions_of(cell: Cell) -> tuple[Action, ...]:
     return cell.actions if isinstance(cell, Batch) else (cell,)
 
 
+def communicates(rows: Iterable[Row]) -> bool:
+    """Whether any cell sends or receives, as against a schedule that lists computation only."""
+    return any(not action.op.computes for row in rows for cell in row for action in actions_of(cell))
+
+
 def placement(rows: Sequence[Row]) -> dict[int, int]:
     """Rank of each stage that computes something; a rank may hold several stages.
 

@@ -18,7 +18,7 @@ from invariants.schedule.actions import Action, Op, Row
 def gpipe(stage: int, stages: int, microbatches: int) -> Row:
     """All forwards, then all backwards, both in the order of the microbatches.
 
-    Holds M microbatches at its peak on every stage. Source: Huang et al., GPipe, arXiv:1811.06965, section 2.3, which
+    Holds M microbatches at its peak on every stage. Source: Huang et al., GPipe, arXiv:1811.06965, whose figure 2
     draws the backwards in reverse order. Here they run first in, first out, as in `torch.distributed.pipelining`: the
     last stage could start on either, and time and memory are the same.
     """
@@ -32,7 +32,7 @@ def one_forward_one_backward(stage: int, stages: int, microbatches: int) -> Row:
 
     Stage s holds at most min(M, N-s) microbatches, so w = min(M, N-s) - 1 forwards come before the first pair. M < N is
     allowed: the first stages then run all their forwards first. Source: PipeDream-Flush in Narayanan et al.,
-    arXiv:2006.09503, and section 2.2 of Megatron-LM, arXiv:2104.04473.
+    arXiv:2006.09503, and section 2.2.1 of Megatron-LM, arXiv:2104.04473.
     """
     warmup = min(microbatches, stages - stage) - 1
     row = [_forward(stage, i) for i in range(warmup)]

@@ -3,8 +3,8 @@
 A message between stages on different ranks is received right before the computation that needs it, and sent right after
 the computation that made it. What is left to choose is the order of a send and a receive that fall between the same two
 computations and *cross*: they go to and come from one peer, and the peer makes what we wait for before it needs what we
-send. If both sides send first and sends are rendezvous, both wait for ever. GPipe has no crossing, so all lowerings of it
-are the same, and free of deadlock. In 1F1B the steady pairs cross.
+send. If both sides send first and sends are rendezvous, both wait for ever. GPipe has no crossing, so all lowerings of
+it are the same, and free of deadlock. In 1F1B the steady pairs cross.
 """
 
 from __future__ import annotations
