@@ -1,0 +1,157 @@
+"""Waiting for all ranks of a call at once: who answered, who failed, who is stuck, and where."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import selectors
+import socket
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from invariants.world.failure import RankFailure
+from invariants.world.server import Server
+from invariants.world.wire import FrameReader, send_frame
+
+GRACE_S = 1.0
+"""How long the other ranks may take to report what followed from the first failure."""
+DUMP_S = 2.0
+"""How long the ranks may take to write their Python stacks."""
+TAIL = 4000
+"""Bytes of a dead rank's standard error that a failure shows."""
+
+
+class Rank:
+    """A rank process and the controller's end of its socket."""
+
+    def __init__(self, number: int, pid: int, sock: socket.socket) -> None:
+        self.number = number
+        self.pid = pid
+        self.sock = sock
+        self.reader = FrameReader(sock)
+
+    def send(self, command: bytes, limit_s: float) -> None:
+        """Send a command; that the rank cannot take it shows when its answer is waited for."""
+        self.sock.settimeout(limit_s)
+        with contextlib.suppress(OSError):
+            send_frame(self.sock, command)
+
+    def stderr(self, folder: Path) -> str:
+        """The end of what the rank wrote to its standard error."""
+        with (folder / f"{self.number}.err").open("rb") as file:
+            file.seek(max(0, file.seek(0, 2) - TAIL))
+            return file.read().decode(errors="replace")
+
+
+class Collection:
+    """The answers to one command. `failures` are in the order of arrival; `unfinished` ranks are to be killed."""
+
+    def __init__(self, ranks: Sequence[Rank], server: Server, folder: Path, limit_s: float) -> None:
+        self.failures: list[RankFailure] = []
+        self._ranks = ranks
+        self._server = server
+        self._folder = folder
+        self._limit_s = limit_s
+        self._answers: dict[int, bytes] = {}
+        self._failed: set[int] = set()
+
+    @property
+    def unfinished(self) -> tuple[Rank, ...]:
+        """Ranks that have neither answered nor raised nor died."""
+        return tuple(rank for rank in self._ranks if not self._done(rank))
+
+    def collect(self) -> list[bytes] | None:
+        """Wait; the answers in rank order, or None if a rank failed."""
+        until = time.monotonic() + self._limit_s
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._server.sock, selectors.EVENT_READ, None)
+            for rank in self._ranks:
+                selector.register(rank.sock, selectors.EVENT_READ, rank)
+            while not all(map(self._done, self._ranks)) and (remaining := until - time.monotonic()) > 0:
+                healthy = not self.failures
+                for key, _ in selector.select(remaining):
+                    if key.data is None:
+                        self._server.note_exit()
+                    elif not self._take(key.data):
+                        selector.unregister(key.fileobj)
+                self._bury()
+                if healthy and self.failures:
+                    until = min(until, time.monotonic() + GRACE_S)
+        if not self.failures and len(self._answers) == len(self._ranks):
+            return [self._answers[rank.number] for rank in self._ranks]
+        self._dump_unfinished()
+        return None
+
+    def _done(self, rank: Rank) -> bool:
+        return rank.number in self._answers or rank.number in self._failed
+
+    def _take(self, rank: Rank) -> bool:
+        """Read from a rank; False at the end of its stream."""
+        try:
+            frame = rank.reader.read_some()
+        except EOFError:
+            return False
+        if frame is not None:
+            kind, *content = pickle.loads(frame)
+            if kind == "ok":
+                self._answers[rank.number] = content[0]
+            else:
+                self._fail(RankFailure(rank.number, kind, *content))
+        return True
+
+    def _bury(self) -> None:
+        """Name the ranks that have ended though nobody asked them to."""
+        for rank in self._ranks:
+            if rank.pid not in self._server.exits or rank.number in self._failed:
+                continue
+            rank.sock.settimeout(GRACE_S)
+            with contextlib.suppress(OSError):
+                while self._take(rank):  # its last words may still be in the socket
+                    pass
+            if rank.number not in self._failed:
+                self._answers.pop(rank.number, None)
+                self._fail(RankFailure.died(rank.number, self._server.exits[rank.pid], rank.stderr(self._folder)))
+
+    def _fail(self, failure: RankFailure) -> None:
+        self._failed.add(failure.rank)
+        self.failures.append(failure)
+
+    def _dump_unfinished(self) -> None:
+        """Have the ranks that are still at work say where."""
+        stuck = self.unfinished
+        overran = not self.failures
+        for rank in stuck:
+            self._server.dump(rank.pid)
+        stacks = self._stacks(stuck)
+        for rank in stuck:
+            self.failures.append(
+                RankFailure(
+                    rank.number,
+                    "deadline" if overran else "stopped",
+                    "",
+                    f"was not done after {self._limit_s:g} s" if overran else "was still at work",
+                    stacks[rank.number] or f"(no stack: it did not answer SIGUSR1 within {DUMP_S:g} s)",
+                )
+            )
+
+    def _stacks(self, ranks: Sequence[Rank]) -> dict[int, str]:
+        files = {rank.number: self._folder / f"{rank.number}.stack" for rank in ranks}
+        until = time.monotonic() + DUMP_S
+        stacks = dict.fromkeys(files, "")
+        while time.monotonic() < until:
+            # A dump has no end mark: it is complete when a second look finds no more.
+            before, stacks = stacks, {number: _text(file) for number, file in files.items()}
+            if stacks == before and all(stacks.values()):
+                break
+            time.sleep(0.02)
+        return stacks
+
+
+def _text(file: Path) -> str:
+    """A dump without the frames below the call: they are the same in every rank."""
+    if not file.exists():
+        return ""
+    below = (str(Path(__file__).parent), "<frozen runpy>")
+    lines = file.read_text(errors="replace").splitlines(keepends=True)
+    return "".join(line for line in lines if not any(part in line for part in below))

@@ -1,0 +1,86 @@
+"""How a call on a world fails: one error, the rank that began it first, what followed from it behind."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from invariants.errors import WorldError
+
+Kind = Literal["raised", "died", "deadline", "stopped"]
+"""`stopped`: still at work when the world was ended because of another rank."""
+
+_CONSEQUENCES = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "Socket closed",
+    "Timed out waiting",
+    "NCCL communicator was aborted",
+    "remote process exited",
+)
+
+
+@dataclass(frozen=True)
+class RankFailure:
+    """What happened to one rank.
+
+    `type_name` is the qualified name of the exception, or the signal or exit status of a dead process. `text` is the
+    traceback of a `raised`, the last lines of standard error of a `died`, the Python stack of the others.
+    """
+
+    rank: int
+    kind: Kind
+    type_name: str
+    message: str
+    text: str
+
+    @property
+    def consequence(self) -> bool:
+        """Whether another rank's failure, or the end of the world, explains this one."""
+        return self.kind == "stopped" or (
+            self.kind == "raised" and any(known in self.message for known in _CONSEQUENCES)
+        )
+
+    @property
+    def headline(self) -> str:
+        """One line: which rank, and what."""
+        if self.kind == "raised":
+            return f"rank {self.rank} raised {self.type_name}: {self.message}".splitlines()[0]
+        if self.kind == "died":
+            return f"rank {self.rank} died: {self.type_name}"
+        return f"rank {self.rank} {self.message}"
+
+    @classmethod
+    def died(cls, rank: int, status: int, stderr: str) -> RankFailure:
+        """From `status`, an exit status, or minus the number of the signal that ended the process."""
+        names = {number.value: number.name for number in signal.Signals}
+        name = f"killed by {names.get(-status, f'signal {-status}')}" if status < 0 else f"exit status {status}"
+        return cls(rank, "died", name, "", stderr or "(nothing on its standard error)")
+
+
+class RankFailed(WorldError):
+    """A call on a world failed; `failures` has the origin first. The world's processes are gone."""
+
+    def __init__(self, size: int, failures: Iterable[RankFailure]) -> None:
+        # Stable: within a class, the order of arrival.
+        self.failures = tuple(sorted(failures, key=_order))
+        self.size = size
+        super().__init__(str(self))
+
+    def __str__(self) -> str:
+        first, *others = self.failures
+        parts = [f"{first.headline} (world of {self.size})", first.text.rstrip()]
+        for other in others:
+            label = "then" if other.consequence else "and"
+            parts += ["", f"{label}: {other.headline}", other.text.rstrip()]
+        return "\n".join(parts)
+
+    def __reduce__(self) -> tuple[type[RankFailed], tuple[int, tuple[RankFailure, ...]]]:
+        return RankFailed, (self.size, self.failures)
+
+
+def _order(failure: RankFailure) -> tuple[bool, bool]:
+    return failure.consequence, failure.kind == "deadline"

@@ -1,0 +1,116 @@
+"""The loop of a rank: it joins its world, runs what the controller sends, reports, and forgets."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import pickle
+import signal
+import socket
+import sys
+import traceback
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from invariants.world import guard
+from invariants.world.context import RankContext
+from invariants.world.state import Baseline, communication
+from invariants.world.wire import FrameReader, dumps, loads, send_frame
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank stands: its number, its world's size and backend, the world's private folder."""
+
+    rank: int
+    size: int
+    backend: str
+    folder: Path
+    timeout_s: float
+
+
+def serve(sock: socket.socket, place: Place) -> None:
+    """Run commands until the controller closes the socket, or one of them fails.
+
+    A failed rank leaves: its peers, which may wait for it, then see a closed connection instead of silence.
+    """
+    stack = (place.folder / f"{place.rank}.stack").open("w")
+    faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
+    faulthandler.enable()
+    reader = FrameReader(sock)
+    try:
+        context = _join(place)
+        guard.refuse_given(place.size)
+        baseline = Baseline(place.rank)
+        send_frame(sock, pickle.dumps(("ok", dumps(None))))
+        while True:
+            command = pickle.loads(reader.read())
+            if command is None:
+                baseline.restore(context)
+                result = dumps(communication(context))
+            else:
+                result = _call(context, *command)
+            send_frame(sock, pickle.dumps(("ok", result)))
+            _flush()
+    except (EOFError, BrokenPipeError):
+        return
+    except BaseException as error:
+        send_frame(sock, pickle.dumps(("raised", *describe(error))))
+
+
+def _join(place: Place) -> RankContext:
+    os.environ.update(
+        RANK=str(place.rank),
+        LOCAL_RANK=str(place.rank),
+        WORLD_SIZE=str(place.size),
+        LOCAL_WORLD_SIZE=str(place.size),
+    )
+    torch.set_num_threads(1)
+    device = torch.device("cpu")
+    if place.backend == "nccl":
+        device = torch.device("cuda", place.rank)
+        torch.cuda.set_device(device)
+    store = dist.FileStore(str(place.folder / "store"), place.size)  # type: ignore[attr-defined]
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if place.backend == "nccl" else "gloo",
+        store=store,
+        rank=place.rank,
+        world_size=place.size,
+        timeout=timedelta(seconds=place.timeout_s),
+    )
+    generator = torch.Generator(device)
+    return RankContext(place.rank, place.size, device, place.backend, generator)
+
+
+def _call(context: RankContext, path: list[str], cargo: bytes) -> bytes:
+    sys.path[:] = path
+    context.generator.manual_seed(context.rank)
+    function, arguments = loads(cargo)
+    result: Any = function(context, *arguments)
+    try:
+        return dumps(result)
+    except Exception as error:
+        reason = "".join(traceback.format_exception_only(error)).strip()
+        raise TypeError(f"result of type {type(result).__qualname__} cannot be pickled: {reason}") from None
+
+
+def describe(error: BaseException) -> tuple[str, str, str]:
+    """Qualified type name, message and traceback, also of exceptions that can be neither pickled nor printed."""
+    kind = type(error)
+    name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    # The first frames are this file's.
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename == __file__:
+        trace = trace.tb_next
+    told = traceback.TracebackException(kind, error, trace)
+    return name, str(told), "".join(told.format())
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()

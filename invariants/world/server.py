@@ -1,0 +1,159 @@
+"""The controller's side of the zygote: start it, have it fork, kill and dump ranks, learn how they ended."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from invariants.errors import UsageError, WorldError
+
+IMPORT_S = 180.0
+"""How long the zygote may import, on a cold disk."""
+ANSWER_S = 30.0
+"""How long the zygote, which never computes, may take to fork or to end."""
+_MESSAGE = 1 << 20
+
+
+class Server:
+    """A running zygote with its private folder, a fresh one inside `parent`."""
+
+    def __init__(self, parent: Path, preload: Sequence[str] = ()) -> None:
+        parent.mkdir(parents=True, exist_ok=True)
+        self.folder = Path(tempfile.mkdtemp(prefix="worlds-", dir=parent))
+        self.exits: dict[int, int] = {}
+        self._devices: int | None = None
+        (self.folder / "tmp").mkdir()
+        self.sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs, (self.folder / "zygote.err").open("wb") as stderr:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "invariants.world.zygote", *self._arguments(theirs, preload)],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=stderr,
+                stderr=stderr,
+                env=self._environment(),
+                start_new_session=True,  # Ctrl-C is for the controller; it ends the zygote
+            )
+
+    def _arguments(self, sock: socket.socket, preload: Sequence[str]) -> list[str]:
+        return [str(sock.fileno()), str(self.folder), json.dumps(list(preload))]
+
+    def _environment(self) -> dict[str, str]:
+        return {
+            **os.environ,
+            # What the controller can import, the zygote can.
+            "PYTHONPATH": os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path),
+            # Loopback by name: gloo would otherwise look up the host's.
+            "GLOO_SOCKET_IFNAME": "lo",
+            "NCCL_SOCKET_IFNAME": "lo",
+            "OMP_NUM_THREADS": "1",
+            "MKL_NUM_THREADS": "1",
+            # Temporary files of killed ranks go with the folder.
+            "TMPDIR": str(self.folder / "tmp"),
+        }
+
+    @property
+    def alive(self) -> bool:
+        """Whether the zygote can still fork."""
+        return self._process.poll() is None
+
+    def devices(self) -> int:
+        """Number of CUDA devices that ranks would see. Waits for the zygote's imports."""
+        if self._devices is None:
+            try:
+                kind, value = self._receive(IMPORT_S)
+            except WorldError as error:
+                raise WorldError(f"{error}; it wrote:\n{self._stderr()}") from None
+            if kind == "failed":
+                raise UsageError(f"worlds: cannot import what ranks need: {value.strip().splitlines()[-1]}")
+            self._devices = int(value)
+        return self._devices
+
+    def fork(self, world: dict[str, object], sockets: Sequence[socket.socket]) -> list[int]:
+        """Fork a rank for each socket; `world` is `rank.Place` without the rank. Returns process ids."""
+        self.devices()
+        with self._naming_the_dead():
+            socket.send_fds(self.sock, [pickle.dumps(("fork", world))], [each.fileno() for each in sockets])
+        until = time.monotonic() + ANSWER_S
+        while True:
+            kind, value = self._receive(until - time.monotonic())
+            if kind == "forked":
+                return list(value)
+            self._note(value)
+
+    def kill(self, pid: int) -> None:
+        """Kill a rank and what it started; nothing, if it is gone."""
+        self._order("kill", pid)
+
+    def dump(self, pid: int) -> None:
+        """Have a rank write its Python stacks; nothing, if it is gone."""
+        self._order("dump", pid)
+
+    def wait_exits(self, pids: Sequence[int], timeout_s: float) -> bool:
+        """Wait until all of `pids` have ended and were reaped; whether they have."""
+        until = time.monotonic() + timeout_s
+        while not all(pid in self.exits for pid in pids):
+            try:
+                self.note_exit(until - time.monotonic())
+            except WorldError:  # too late, or the zygote is dead and its ranks with it
+                return False
+        return True
+
+    def note_exit(self, timeout_s: float = ANSWER_S) -> None:
+        """Read one message from the zygote; a `WorldError` if it has died."""
+        _, value = self._receive(timeout_s)
+        self._note(value)
+
+    def close(self) -> None:
+        """End the zygote, which kills its ranks and removes the folder."""
+        self.sock.close()
+        try:
+            self._process.wait(ANSWER_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait(ANSWER_S)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _order(self, order: str, pid: int) -> None:
+        # A dead zygote has no ranks: they die with it.
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            self.sock.send(pickle.dumps((order, pid)))
+
+    def _note(self, value: tuple[int, int]) -> None:
+        pid, status = value
+        self.exits[pid] = status
+
+    def _receive(self, timeout_s: float) -> tuple[str, Any]:
+        self.sock.settimeout(max(timeout_s, 0.001))
+        with self._naming_the_dead():
+            try:
+                data = self.sock.recv(_MESSAGE)
+            except TimeoutError:
+                raise WorldError(
+                    f"the process that ranks are forked from did not answer in {timeout_s:.0f} s"
+                ) from None
+        if not data:
+            raise WorldError("the process that ranks are forked from has died")
+        kind, value = pickle.loads(data)
+        return kind, value
+
+    @contextlib.contextmanager
+    def _naming_the_dead(self) -> Any:
+        try:
+            yield
+        except (BrokenPipeError, ConnectionResetError) as error:
+            raise WorldError("the process that ranks are forked from has died") from error
+
+    def _stderr(self) -> str:
+        return (self.folder / "zygote.err").read_text(errors="replace")[-4000:] if self.folder.exists() else ""

@@ -1,0 +1,187 @@
+"""The process that ranks are forked from: it imports torch once, never computes, and outlives nobody.
+
+A child of a process that once ran a multi-threaded OpenMP region hangs for ever, so this one only imports. When the
+controller is gone, by close or by SIGKILL, it kills its ranks and removes the private folder.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import gc
+import importlib
+import json
+import os
+import pickle
+import selectors
+import shutil
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+_PR_SET_PDEATHSIG = 1
+_MESSAGE = 1 << 20
+
+IMPORTS = (
+    "numpy",
+    "torch",
+    "torch.distributed",
+    "torch.optim",
+    "torch._dynamo",  # else the first optimizer of each world pays seconds for it
+    "torch.nn.parallel",
+    "torch.distributed.pipelining",
+    "torch.distributed.optim",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "hypothesis.core",
+    "cloudpickle",
+    "invariants.world.rank",
+)
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Serve the socket with descriptor number `arguments[0]`; the private folder and a JSON list of modules follow."""
+    sock = socket.socket(fileno=int(arguments[0]))
+    folder = Path(arguments[1])
+    controller = os.pidfd_open(os.getppid())
+    try:
+        for name in (*IMPORTS, *json.loads(arguments[2])):
+            importlib.import_module(name)
+        # Forked ranks then neither walk these objects nor copy their pages.
+        gc.collect()
+        gc.freeze()
+        sock.send(pickle.dumps(("ready", _devices())))
+        Zygote(sock, controller, folder).serve()
+    except ImportError:
+        sock.send(pickle.dumps(("failed", traceback.format_exc())))
+    except (BrokenPipeError, ConnectionResetError):
+        pass  # the controller left while this process was importing
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _devices() -> int:
+    """Number of CUDA devices, asked in a child: asking may start the driver, which does not survive a fork."""
+    import torch
+
+    if torch.version.cuda is None:
+        return 0
+    child = os.fork()
+    if child == 0:
+        os._exit(min(torch.cuda.device_count(), 255))
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+class Zygote:
+    """Forks ranks, hands them their sockets, reaps them and tells how they ended."""
+
+    def __init__(self, sock: socket.socket, controller: int, folder: Path) -> None:
+        self._sock = sock
+        self._folder = folder
+        self._pidfds: dict[int, int] = {}
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(sock, selectors.EVENT_READ)
+        self._selector.register(controller, selectors.EVENT_READ)
+        self._controller = controller
+
+    def serve(self) -> None:
+        """Obey the controller until it is gone; then end every rank."""
+        try:
+            while True:
+                # Unbounded on purpose: what ends it is the end of the controller, which the selector reports.
+                for key, _ in self._selector.select():
+                    if key.fileobj is self._sock:
+                        if not self._obey():
+                            return
+                    elif key.fd == self._controller:
+                        return
+                    else:
+                        self._reap(key.data)
+        finally:
+            for pid in list(self._pidfds):
+                self._kill(pid)
+                self._reap(pid)
+
+    def _obey(self) -> bool:
+        data, descriptors, _, _ = socket.recv_fds(self._sock, _MESSAGE, 64)
+        if not data:
+            return False
+        order, argument = pickle.loads(data)
+        if order == "fork":
+            pids = [self._fork(fd, rank, descriptors, argument) for rank, fd in enumerate(descriptors)]
+            for fd in descriptors:
+                os.close(fd)
+            self._sock.send(pickle.dumps(("forked", pids)))
+        elif argument in self._pidfds:
+            if order == "kill":
+                self._kill(argument)
+            else:
+                os.kill(argument, signal.SIGUSR1)
+        return True
+
+    def _fork(self, fd: int, rank: int, descriptors: list[int], world: dict[str, object]) -> int:
+        zygote = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            _become_rank(fd, rank, zygote, self._open_descriptors(descriptors) - {fd}, world)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.setpgid(pid, pid)
+        pidfd = os.pidfd_open(pid)
+        self._pidfds[pid] = pidfd
+        self._selector.register(pidfd, selectors.EVENT_READ, pid)
+        return pid
+
+    def _open_descriptors(self, descriptors: list[int]) -> set[int]:
+        return {self._sock.fileno(), self._controller, *self._pidfds.values(), *descriptors}
+
+    def _kill(self, pid: int) -> None:
+        # The group: what the rank has started goes with it.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
+
+    def _reap(self, pid: int) -> None:
+        self._kill(pid)  # as long as the rank is not waited for, its number is its own
+        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        pidfd = self._pidfds.pop(pid)
+        self._selector.unregister(pidfd)
+        os.close(pidfd)
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            self._sock.send(pickle.dumps(("exit", (pid, status))))
+
+
+def _become_rank(fd: int, rank: int, zygote: int, foreign: set[int], world: dict[str, object]) -> NoReturn:
+    """In the child: give up what belongs to the zygote, serve as a rank, and end as a process normally ends."""
+    status = 1
+    try:
+        os.setpgid(0, 0)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() == zygote:  # else it died before the line above
+            for other in foreign:
+                os.close(other)
+            from invariants.world.rank import Place, serve
+
+            place = Place(rank, **world)  # type: ignore[arg-type]
+            for stream, name in ((1, "out"), (2, "err")):
+                file = os.open(place.folder / f"{rank}.{name}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+                os.dup2(file, stream)
+                os.close(file)
+            serve(socket.socket(fileno=fd), place)
+            status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        # Coverage and others write their data here. The interpreter itself is not torn down: backends' threads
+        # are still alive, and the frames below belong to the zygote.
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
