@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -90,7 +90,7 @@ def cut(case: Case) -> list[range]:
             f"case: split={'+'.join(map(str, counts))}: expected {stages} stages of 1 or more layers, {layers} in all"
         )
     edges = [0, *accumulate(counts)]
-    return [range(left, right) for left, right in zip(edges, edges[1:], strict=False)]
+    return [range(left, right) for left, right in pairwise(edges)]
 
 
 def build_layers(case: Case, device: torch.device) -> dict[int, nn.Module]:
@@ -110,9 +110,9 @@ def build_layers(case: Case, device: torch.device) -> dict[int, nn.Module]:
 
 
 def activation(case: Case, device: torch.device, *, after: int) -> Tensor:
-    """An empty tensor like the output of layer `after` for one microbatch, which needs a gradient if a layer so far does.
+    """An empty tensor like the output of layer `after` for one microbatch; like the token ids for `after=-1`.
 
-    `after=-1` gives the token ids.
+    It needs a gradient if any layer so far is trained.
     """
     sizes = case.model
     shape = (case.microbatch_size, sizes.sequence)

@@ -1,4 +1,4 @@
-"""The target `torch`: pipelining, DDP, `ZeroRedundancyOptimizer` and `torch.distributed.checkpoint`, as torch ships them.
+"""The target `torch`: pipelining, DDP, `ZeroRedundancyOptimizer` and `torch.distributed.checkpoint` as they ship.
 
 Importing this module imports no torch: the controller reads `target` too.
 """

@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
@@ -52,6 +54,13 @@ def _arguments(case: Case) -> dict[str, Any]:
     return {"lr": case.optimizer.lr, "weight_decay": case.optimizer.weight_decay}
 
 
+def _shapes_given(case: Case) -> bool:
+    text = dict(case.options).get("shapes", "given")
+    if text not in ("given", "inferred"):
+        raise UsageError(f"case: x.shapes={text}: expected given or inferred")
+    return text == "given"
+
+
 def _held(kind: Kind, module: nn.Module, state: Mapping[Tensor, Mapping[str, Tensor]]) -> Iterator[Held]:
     for name, parameter in module.named_parameters():
         shape, trainable = tuple(parameter.shape), parameter.requires_grad
@@ -62,8 +71,8 @@ def _held(kind: Kind, module: nn.Module, state: Mapping[Tensor, Mapping[str, Ten
             yield Held(name, gradient, shape, trainable=trainable)
         elif kind is Kind.OPTIMIZER:
             for key, value in state.get(parameter, {}).items():
-                role = "counter" if value.dim() == 0 and shape != () else "value"
-                yield Held(name, value, tuple(value.shape), state_key=key, role=role)
+                counts = value.dim() == 0 and shape != ()
+                yield Held(name, value, tuple(value.shape), state_key=key, role="counter" if counts else "value")
 
 
 class PipelineTrainer:
@@ -75,8 +84,13 @@ class PipelineTrainer:
     one `schedule.step` a global batch before one optimizer step; each of them lets DDP reduce what has accumulated,
     which changes nothing, because the mean of a mean is that mean.
 
-    Shapes are given to `PipelineStage` up front, so that every call of a stage's module is one microbatch. A stage
-    whose layers are all frozen gets neither DDP nor an optimizer: both refuse a module without trainable parameters.
+    Shapes are given to `PipelineStage` up front, so that every call of a stage's module is one microbatch; with the
+    option `x.shapes=inferred` it runs them once more in the first step to learn the shapes. Torch 2.13 then fails under
+    DDP where all backwards of a stage follow each other without a forward (GPipe with 2 microbatches or more, 1F1B with
+    as many as stages): the run for the shapes arms the reducer, whose buckets are then rebuilt from two reductions.
+
+    A stage whose layers are all frozen gets neither DDP nor an optimizer: both refuse a module without trainable
+    parameters.
     """
 
     def __init__(self, case: Case, rank: RankContext) -> None:
@@ -93,9 +107,10 @@ class PipelineTrainer:
         except ValueError as error:
             raise Refused(f"{schedule.__name__}: {' '.join(str(error).split())}") from error
 
-        # Every rank asks for every group, in one order, before the parts that use them.
-        pp_group, self._dp_group = (rank.axis_group(case.topology, axis) for axis in ("pp", "dp"))
+        shapes: dict[str, Any] = {"input_args": before, "output_args": after} if _shapes_given(case) else {}
         everything = build_layers(case, rank.device)
+        # From here on ranks communicate: each asks for all groups, in one order.
+        pp_group, self._dp_group = (rank.axis_group(case.topology, axis) for axis in ("pp", "dp"))
         self.module = Stage({index: everything[index] for index in layers})
         self._trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
         self._wrapped: nn.Module = self.module
@@ -108,17 +123,14 @@ class PipelineTrainer:
                 process_group=self._dp_group,
                 **_arguments(case),
             )
-        self._stage = PipelineStage(
-            self._wrapped, self._index, stages, rank.device, input_args=before, output_args=after, group=pp_group
-        )
+        self._stage = PipelineStage(self._wrapped, self._index, stages, rank.device, group=pp_group, **shapes)
         self._schedule = schedule(self._stage, case.microbatches, loss_fn=token_loss, scale_grads=False)
 
     def step(self, window: Window, observe: Callable[[Moment], None]) -> StepResult:
         """Train on this replica's share of the window; the loss is known on the last stage's ranks."""
         replicas = self._case.topology.size("dp")
         scale = replicas / _counted(window)
-        for parameter in self._trained:
-            parameter.grad = None
+        self._wrapped.zero_grad()
         losses = [self._forward_backward(batch, scale) for batch in window]
         observe(Moment.REDUCED)
         if self._optimizer is not None:
@@ -136,9 +148,7 @@ class PipelineTrainer:
         inputs = [batch.tokens[mine]] if self._stage.is_first else []
         targets = _targets(batch)[mine] if self._stage.is_last else None
         losses: list[Tensor] = []
-        self._schedule.step(
-            *inputs, target=targets, losses=losses, return_outputs=False, loss_kwargs={"scale": scale}
-        )
+        self._schedule.step(*inputs, target=targets, losses=losses, return_outputs=False, loss_kwargs={"scale": scale})
         return torch.stack(losses).detach().sum() if losses else torch.zeros((), device=self._rank.device)
 
     def held(self, kind: Kind) -> Iterable[Held]:
@@ -167,20 +177,22 @@ class PipelineTrainer:
             self._optimizer.consolidate_state_dict(to=0)
             if self._replica == 0:
                 whole = self._optimizer.state_dict()["state"]
-                state |= {f"{_OPTIMIZER}.{name}.{key}": value
-                          for index, name in enumerate(self._trained_names())
-                          for key, value in whole.get(index, {}).items()}
-        dcp.save(state, checkpoint_id=path)
+                state |= {
+                    f"{_OPTIMIZER}.{name}.{key}": value
+                    for index, name in enumerate(self._trained_names())
+                    for key, value in whole.get(index, {}).items()
+                }
+        save(state, checkpoint_id=path)
 
     def load(self, path: Path) -> None:
-        """Read what `save` wrote on the same grid; every rank is given the state of its whole stage and keeps its own."""
-        stored = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+        """Read what `save` wrote on the same grid; a rank is given the state of its whole stage and keeps its own."""
+        stored = FileSystemReader(path).read_metadata().state_dict_metadata
         places: dict[str, tuple[int, str]] = {}
         for index, name in enumerate(self._trained_names()):
             prefix = f"{_OPTIMIZER}.{name}."
             places |= {key: (index, key.removeprefix(prefix)) for key in stored if key.startswith(prefix)}
         state = self._state() | {key: _empty(stored[key]) for key in places}
-        dcp.load(state, checkpoint_id=path)
+        load(state, checkpoint_id=path)
         set_model_state_dict(self._wrapped, {name: state[name] for name, _ in self.module.named_parameters()})
         if self._optimizer is not None:
             entries: dict[int, dict[str, Tensor]] = {}
@@ -230,9 +242,11 @@ class PlainTrainer:
         loss = 0.0
         for batch in window:
             size = self._case.microbatch_size
-            for tokens, targets in zip(batch.tokens.split(size), _targets(batch).split(size), strict=True):
+            for tokens, targets in zip(
+                torch.split(batch.tokens, size), torch.split(_targets(batch), size), strict=True
+            ):
                 part = token_loss(self.module(tokens), targets, scale)
-                part.backward()
+                torch.autograd.backward(part)
                 loss += part.item()
         observe(Moment.REDUCED)
         self._optimizer.step()
