@@ -31,7 +31,7 @@ def complete(rows: Sequence[Row], stages: int, microbatches: int) -> list[str]:
             problems += _computations(known, stage, microbatch)
             problems += _inputs(known, stage, microbatch, exchanges=exchanges)
     for action in known:
-        if not action.op.computes and action.microbatch < microbatches:
+        if not action.op.computes and action.stage in range(stages) and action.peer in range(stages):
             problems += _exchange(known, action)
     return problems
 
