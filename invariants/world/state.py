@@ -13,6 +13,9 @@ import torch.distributed as dist
 
 from invariants.world.context import RankContext
 
+Issued = dict[tuple[int, ...], int | None]
+"""Collectives by group, in the order of their creation; None where the rank does not know."""
+
 
 class Baseline:
     """The state of a fresh rank; `restore` brings it back after a test or an example.
@@ -57,17 +60,22 @@ class Baseline:
         torch.manual_seed(self._rank)
 
 
-def communication(context: RankContext) -> tuple[object, ...] | None:
-    """What must be equal on all ranks between two examples; None when this rank cannot go on.
+def communication(context: RankContext) -> Issued | None:
+    """What this rank has issued in each group since the world began; None when it cannot go on.
 
-    A collective that one rank has issued and another has not would pair with the next example's; a group that was
-    opened beside the context's cache costs tens of milliseconds to destroy, and hangs where only some ranks know it.
+    A group that was opened beside the context's cache costs tens of milliseconds to destroy, and hangs where only some
+    ranks know it. gloo does not count point-to-point operations, nccl is not asked.
     """
     if not dist.is_initialized():
         return None
     whole = dist.distributed_c10d._get_default_group()
-    known = {whole, *context.groups.values()}
-    if any(group not in known for group in dist.distributed_c10d._world.pg_map):
+    groups = {tuple(range(context.world_size)): whole, **context.groups}
+    if any(group not in groups.values() for group in dist.distributed_c10d._world.pg_map):
         return None
-    issued = [whole._get_sequence_number_for_group()] if context.backend == "gloo" else []
-    return (*issued, *context.groups)
+    return {ranks: _issued(group) if context.backend == "gloo" else None for ranks, group in groups.items()}
+
+
+def _issued(group: object) -> int | None:
+    if not isinstance(group, dist.ProcessGroup):
+        return None  # this rank is not one of its members
+    return int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]

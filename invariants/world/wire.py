@@ -64,7 +64,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     def reducer_override(self, obj: Any) -> Any:
         torch = sys.modules.get("torch")
         if torch is not None and type(obj) in (torch.Tensor, torch.nn.Parameter) and obj.layout is torch.strided:
-            plain = obj.detach().cpu().contiguous().resolve_conj().resolve_neg()
+            # A copy, not `contiguous`: that leaves any stride to a dimension of one element.
+            plain = obj.detach().cpu().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
             data = bytes(plain.reshape(-1).view(torch.uint8).numpy()) if plain.numel() else b""
             return _tensor, (data, str(plain.dtype).removeprefix("torch."), tuple(plain.shape))
         return super().reducer_override(obj)

@@ -9,7 +9,7 @@ import shutil
 import socket
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +89,7 @@ class World:
             return
         self._used = False
         states = [loads(answer) for answer in self._ask(pickle.dumps(None), self._deadline_s())]
-        if None in states or any(state != states[0] for state in states):
+        if not _in_step(states):
             self._end()
             return
         for output in self._folder.glob("*.[oe][ur][tr]"):
@@ -194,3 +194,14 @@ class World:
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
             raise WorldError(f"the result of rank {rank} cannot be unpickled here: {reason}") from error
+
+
+def _in_step(states: Sequence[dict[tuple[int, ...], int | None] | None]) -> bool:
+    """Whether all ranks know the same groups, and have issued as many collectives in each as its other members.
+
+    A collective that one rank has issued and another has not would pair with the next example's.
+    """
+    known = [state for state in states if state is not None]
+    if len(known) < len(states) or len({tuple(state) for state in known}) > 1:
+        return False
+    return all(len({state[group] for state in known} - {None}) <= 1 for group in known[0])

@@ -1,0 +1,5 @@
+"""The pytest plugin. Loading it imports neither torch nor hypothesis."""
+
+from __future__ import annotations
+
+pytest_plugins = ("invariants.world.fixtures",)

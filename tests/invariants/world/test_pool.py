@@ -1,0 +1,386 @@
+"""A pool's worlds: results, reuse, what travels, and what a test leaves behind."""
+
+import math
+import os
+import random
+import threading
+import time
+from dataclasses import dataclass
+from itertools import pairwise, permutations
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from invariants.case import Topology
+from invariants.errors import UsageError, WorldError
+from invariants.world.pool import RankFailed, WorldPool
+
+
+@dataclass(frozen=True)
+class Pair:
+    rank: int
+    value: object
+
+
+def identity(context, value=None):
+    return context.rank, context.world_size, value
+
+
+def sum_of_ranks(context):
+    import torch
+    import torch.distributed as dist
+
+    total = torch.tensor(float(context.rank))
+    dist.all_reduce(total)
+    return total.item()
+
+
+@pytest.mark.worlds(1, 2, 3)
+def test_results_come_in_rank_order(world):
+    def late_first(context):
+        time.sleep(0.01 * (context.world_size - context.rank))
+        return context.rank
+
+    assert world.run(late_first) == list(range(world.size))
+    assert world.run(sum_of_ranks) == [math.comb(world.size, 2)] * world.size
+
+
+def test_eight_ranks_on_fewer_cores(worlds):
+    world = worlds.fresh(8)
+    assert world.run(sum_of_ranks) == [28.0] * 8
+    world.close()
+
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@given(value=values)
+@settings(max_examples=50)
+def test_values_travel_both_ways(world, value):
+    assert world.run(identity, value) == [(0, 2, value), (1, 2, value)]
+
+
+def test_classes_of_a_test_module_come_back_as_themselves(world):
+    def pair(context, value):
+        return Pair(context.rank, value)
+
+    results = world.run(pair, Pair(7, None))
+    assert results == [Pair(0, Pair(7, None)), Pair(1, Pair(7, None))]
+    assert {type(result) for result in results} == {Pair}
+
+
+dtypes = ("float32", "float64", "bfloat16", "float16", "int64", "uint8", "bool", "complex64")
+
+
+@given(
+    dtype=st.sampled_from(dtypes),
+    shape=st.lists(st.integers(0, 4), max_size=3),
+    view=st.sampled_from(["whole", "transposed", "stepped", "parameter"]),
+)
+@settings(max_examples=40)
+def test_tensors_arrive_bit_for_bit_without_their_storage(world, dtype, shape, view):
+    import torch
+
+    def make(context):
+        tensor = (torch.arange(math.prod(shape)) + context.rank).reshape(shape).to(getattr(torch, dtype))
+        if view == "transposed" and tensor.dim() > 1:
+            return tensor.transpose(0, 1)
+        if view == "stepped" and tensor.dim():
+            return tensor[::2]
+        if view == "parameter" and tensor.is_floating_point():
+            return torch.nn.Parameter(tensor)
+        return tensor
+
+    class Context:
+        rank = 1
+
+    expected = make(Context)
+    got = world.run(make)[1]
+    assert got.dtype == expected.dtype
+    assert got.shape == expected.shape
+    assert torch.equal(got, expected)
+    assert not got.requires_grad
+
+
+def test_many_tensors_cost_no_descriptor_and_no_shared_memory(world):
+    import torch
+
+    def held():
+        return len(list(Path("/proc/self/fd").iterdir())), set(Path("/dev/shm").iterdir())
+
+    before = held()
+    results = world.run(lambda context: [torch.full((), float(index)) for index in range(2000)])
+    assert [each.item() for each in results[0]] == list(map(float, range(2000)))
+    assert held() == before
+
+
+def test_a_large_argument_and_result_pass(world):
+    data = os.urandom(1 << 24)
+    assert world.run(lambda context, bytes_: bytes_[::-1], data) == [data[::-1]] * 2
+
+
+def test_the_generator_is_seeded_by_the_rank_and_fresh(world):
+    import torch
+
+    def draw(context):
+        return torch.rand(3, generator=context.generator).tolist()
+
+    first, second = world.run(draw), world.run(draw)
+    assert first == second
+    assert first[0] != first[1]
+
+
+def test_state_lives_for_the_test_only(worlds):
+    world = worlds(2)
+
+    def remember(context):
+        context.state.setdefault("calls", []).append(context.rank)
+        return context.state["calls"]
+
+    world.run(remember)
+    assert world.run(remember) == [[0, 0], [1, 1]]
+    world.reset()
+    assert world.run(remember) == [[0], [1]]
+
+
+def leave_dtype(context):
+    import torch
+
+    torch.set_default_dtype(torch.float64)
+
+
+def leave_seed(context):
+    import numpy
+    import torch
+
+    torch.manual_seed(99)
+    numpy.random.seed(99)
+    random.seed(99)
+
+
+def leave_threads(context):
+    import torch
+
+    torch.set_num_threads(3)
+
+
+def leave_environment(context):
+    os.environ.update(RANK="7", WORLD_SIZE="9", LEFT="behind")
+    os.chdir("/")
+
+
+def leave_modes(context):
+    import torch
+
+    torch.set_grad_enabled(False)
+    torch.set_default_device("meta")
+    torch.use_deterministic_algorithms(True)
+    torch.autograd.set_detect_anomaly(True)
+    torch.set_autocast_enabled("cpu", True)
+    torch.set_float32_matmul_precision("medium")
+
+
+def look(context):
+    """All that the functions above change."""
+    import numpy
+    import torch
+
+    return (
+        str(torch.get_default_dtype()),
+        torch.rand(2).tolist(),
+        numpy.random.random(),
+        random.random(),
+        torch.get_num_threads(),
+        dict(os.environ),
+        str(Path.cwd()),
+        torch.is_grad_enabled(),
+        str(torch.get_default_device()),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_anomaly_enabled(),
+        torch.is_autocast_enabled("cpu"),
+        torch.get_float32_matmul_precision(),
+    )
+
+
+LEAVERS = (leave_dtype, leave_seed, leave_threads, leave_environment, leave_modes)
+
+
+@pytest.mark.parametrize("leave", LEAVERS, ids=lambda leave: leave.__name__)
+def test_what_one_leaves_behind_is_seen_without_a_reset_and_not_after(worlds, leave):
+    world = worlds(2)
+    world.reset()
+    clean = world.run(look)
+    world.reset()
+    world.run(leave)
+    assert world.run(look) != clean
+    world.reset()
+    assert world.run(look) == clean
+    assert world.run(lambda context: os.environ["RANK"]) == ["0", "1"]
+
+
+@given(order=st.sampled_from(list(permutations(LEAVERS, 3))))
+@settings(max_examples=10)
+def test_the_order_of_tests_does_not_matter(world, order):
+    seen = []
+    for leave in order:
+        world.run(leave)
+        world.reset()
+        seen.append(world.run(look))
+        world.reset()
+    assert seen == [seen[0]] * len(order)
+
+
+def test_processes_are_reused(worlds):
+    world, pids = worlds(2), set()
+    for _ in range(5):
+        pids.add(tuple(world.run(lambda context: os.getpid())))
+        world.reset()
+    assert pids == {world.pids}
+    assert worlds(2) is world
+
+
+def test_subgroups_are_cached_over_resets(worlds):
+    world = worlds(4)
+
+    def sums(context, topology):
+        import torch
+        import torch.distributed as dist
+
+        result = {}
+        for axis, _ in topology.axes:
+            total = torch.tensor(float(context.rank))
+            dist.all_reduce(total, group=context.axis_group(topology, axis))
+            result[axis] = total.item()
+        return result, [id(group) for group in context.groups.values()]
+
+    topology = Topology.of(pp=2, dp=2)
+    world.run(sums, topology)
+    pids = world.pids
+    world.reset()
+    results = world.run(sums, topology)
+    assert [sums for sums, _ in results] == [
+        {axis: sum(topology.peers(axis, rank)) for axis in ("pp", "dp")} for rank in range(4)
+    ]
+    world.reset()
+    assert world.run(sums, topology) == results
+    assert world.pids == pids
+
+
+def test_a_topology_that_does_not_fill_the_world_is_a_usage_error(worlds):
+    with pytest.raises(RankFailed, match=r"topology pp2.dp2 has 4 ranks, the world has 2") as caught:
+        worlds(2).run(lambda context: context.axis_group(Topology.of(pp=2, dp=2), "dp"))
+    assert caught.value.failures[0].type_name == "invariants.errors.UsageError"
+
+
+def opened_by_some(context):
+    import torch.distributed as dist
+
+    if context.rank == 0:
+        dist.new_group([0], use_local_synchronization=True)
+
+
+def issued_by_one(context):
+    import torch
+    import torch.distributed as dist
+
+    if context.rank == 0:
+        dist.all_reduce(torch.ones(1), async_op=True)
+
+
+def group_destroyed(context):
+    import torch.distributed as dist
+
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("leave", [opened_by_some, issued_by_one, group_destroyed])
+def test_a_world_whose_communication_is_uneven_is_replaced(worlds, leave):
+    world = worlds(2)
+    world.run(leave)
+    before = world.pids
+    world.reset()
+    assert world.run(sum_of_ranks) == [1.0, 1.0]
+    assert before
+    assert not set(world.pids) & set(before)
+
+
+def test_a_longer_deadline_gets_a_backend_that_waits_as_long(tmp_path):
+    with WorldPool(tmp_path, backend="gloo", deadline_s=20.0) as pool:
+        world = pool.get(1)
+        world.run(identity)
+        pids = world.pids
+        world.reset()
+        world.run(identity, deadline_s=40.0)
+        assert world.pids != pids
+
+
+def test_two_pools_that_share_slots_compute_one_after_the_other(tmp_path):
+    size = max(2, os.cpu_count() or 1)
+
+    def span(context):
+        import torch.distributed as dist
+
+        dist.barrier()
+        start = time.monotonic()
+        time.sleep(0.15)
+        end = time.monotonic()
+        dist.barrier()
+        return start, end
+
+    spans = []
+
+    def use(name):
+        with WorldPool(tmp_path / name, backend="gloo", slots=tmp_path / "slots") as pool:
+            for _ in range(3):
+                results = pool.get(size).run(span)
+                spans.append((min(start for start, _ in results), max(end for _, end in results)))
+
+    threads = [threading.Thread(target=use, args=(name,)) for name in "ab"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    spans.sort()
+    assert len(spans) == 6
+    assert all(before[1] <= after[0] for before, after in pairwise(spans))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [({"backend": "mpi"}, "expected one of auto, gloo, nccl"), ({"deadline_s": 0.0}, "expected a number of seconds")],
+)
+def test_a_wrong_argument_starts_nothing(tmp_path, arguments, message):
+    with pytest.raises(UsageError, match=message):
+        WorldPool(tmp_path, **arguments)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_world_of_nobody_and_a_module_that_is_not_there_are_usage_errors(tmp_path):
+    with WorldPool(tmp_path, backend="gloo", preload=["no_such_module"]) as pool:
+        with pytest.raises(UsageError, match="world of 0 ranks"):
+            pool.get(0)
+        with pytest.raises(UsageError, match="No module named 'no_such_module'"):
+            pool.get(2).run(identity)
+
+
+def test_nccl_without_enough_devices_says_so(tmp_path):
+    with WorldPool(tmp_path, backend="nccl") as pool:
+        assert "NCCL wants a GPU of its own for each of 64 ranks" in (pool.lacking(64) or "")
+        with pytest.raises(UsageError, match="use --backend=gloo"):
+            pool.get(64).run(identity)
+
+
+def test_a_lost_server_is_replaced(tmp_path):
+    with WorldPool(tmp_path, backend="gloo") as pool:
+        pool.get(1).run(identity)
+        pid = pool.get(1).run(lambda context: os.getppid())[0]
+        os.kill(pid, 9)
+        with pytest.raises((RankFailed, WorldError)):
+            pool.get(1).run(identity)
+        assert pool.get(1).run(identity) == [(0, 1, None)]
