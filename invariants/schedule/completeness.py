@@ -9,14 +9,15 @@ from typing import NamedTuple
 from invariants.schedule.actions import Action, Op, Row, actions_of, communicates
 
 
-def complete(rows: Sequence[Row], stages: int, microbatches: int) -> list[str]:
+def complete(rows: Sequence[Row], stages: int, microbatches: int, first_trained: int = 0) -> list[str]:
     """What is wrong with the rows, one sentence a problem; empty where nothing is.
 
     Each stage computes on one rank. Each (stage, microbatch) has one forward and one backward B, or one input gradient
     I and one weight gradient W: B and I after F, W after I. Nothing is out of range or done twice. Where the rows
     communicate, each send has its receive, a send comes after the computation that made its message, a receive before
     the one that needs it, and whatever crosses ranks is exchanged. Rows that hold computation only leave the order
-    between ranks to the data.
+    between ranks to the data. Stages before `first_trained` hold no trained parameter: no gradient need reach them,
+    though one may.
     """
     places: dict[Action, list[_Place]] = defaultdict(list)
     for rank, row in enumerate(rows):
@@ -29,7 +30,9 @@ def complete(rows: Sequence[Row], stages: int, microbatches: int) -> list[str]:
     for stage in range(stages):
         for microbatch in range(microbatches):
             problems += _computations(known, stage, microbatch)
-            problems += _inputs(known, stage, microbatch, exchanges=exchanges)
+            problems += _input(known, stage, stage - 1, Op.RECV_F, microbatch, exchanges)
+            if stage >= first_trained:
+                problems += _input(known, stage, stage + 1, Op.RECV_B, microbatch, exchanges)
     for action in known:
         if not action.op.computes and action.stage in range(stages) and action.peer in range(stages):
             problems += _exchange(known, action)
@@ -87,19 +90,16 @@ def _computations(places: _Places, stage: int, microbatch: int) -> Iterator[str]
         yield from _late(places, earlier, later)
 
 
-def _inputs(places: _Places, stage: int, microbatch: int, *, exchanges: bool) -> Iterator[str]:
-    """The results of neighbouring stages that this stage's computations need, here or by a receive."""
-    for forward, neighbour, receive in ((True, stage - 1, Op.RECV_F), (False, stage + 1, Op.RECV_B)):
-        source = _result(places, neighbour, microbatch, forward=forward)
-        needs = _result(places, stage, microbatch, forward=forward)
-        if source is None or needs is None:
-            continue
-        if places[source].rank == places[needs].rank:
-            yield from _late(places, source, needs)
-        elif exchanges:
-            received = Action(stage, receive, microbatch)
-            if received not in places:
-                yield f"{needs} at {places[needs]} needs {source} of rank {places[source].rank}: {received} is missing"
+def _input(places: _Places, stage: int, neighbour: int, receive: Op, microbatch: int, exchanges: bool) -> Iterator[str]:
+    """The result of a neighbouring stage that a computation of this stage needs: made before, or received."""
+    source = _result(places, neighbour, microbatch, forward=receive.forward)
+    needs = _result(places, stage, microbatch, forward=receive.forward)
+    if source is None or needs is None:
+        return
+    if places[source].rank == places[needs].rank:
+        yield from _late(places, source, needs)
+    elif exchanges and (received := Action(stage, receive, microbatch)) not in places:
+        yield f"{needs} at {places[needs]} needs {source} of rank {places[source].rank}: {received} is missing"
 
 
 def _exchange(places: _Places, action: Action) -> Iterator[str]:

@@ -40,7 +40,7 @@ def even_first(rank: int, send: Action, receive: Action) -> tuple[Cell, ...]:
 
 
 def batched(_rank: int, send: Action, receive: Action) -> tuple[Cell, ...]:
-    """Post both together and wait for both, as `Schedule1F1B` of `torch.distributed.pipelining` does."""
+    """Post both together and wait for both: what `Schedule1F1B` of torch 2.13 does, which asks for M >= N."""
     return (Batch((send, receive)),)
 
 

@@ -61,6 +61,13 @@ def test_a_backward_before_its_forward_is_a_problem(data, lowered):
     )
 
 
+def test_no_gradient_need_reach_stages_that_are_not_trained():
+    rows = parse_rows([["0F0", "0SEND_F0", "0B0"], ["1RECV_F0", "1F0", "1B0"]])
+    assert complete(rows, 2, 1) == ["0B0 at rank 0, column 2 needs 1B0 of rank 1: 0RECV_B0 is missing"]
+    assert complete(rows, 2, 1, first_trained=1) == []
+    assert complete(parse_rows(LOWERED), 2, 1, first_trained=1) == [], "one that is sent all the same does no harm"
+
+
 SPLIT = [["0F0", "0I0", "0W0"], ["1F0", "1I0", "1W0"]]
 LOWERED = [["0F0", "0SEND_F0", "0RECV_B0", "0B0"], ["1RECV_F0", "1F0", "1B0", "1SEND_B0"]]
 
