@@ -101,10 +101,16 @@ def build_layers(case: Case, device: torch.device) -> dict[int, nn.Module]:
     sizes = case.model
     if sizes.width % sizes.heads:
         raise UsageError(f"case: width={sizes.width}: expected a multiple of heads={sizes.heads}")
+    everything = sizes.layers + 2
+    frozen = set(case.frozen)
+    if not frozen < set(range(everything)):
+        raise UsageError(
+            f"case: frozen={'+'.join(map(str, case.frozen))}: expected indices from 0 to {everything - 1}, and not all"
+        )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(case.seed)
         layers = [Embedding(sizes), *(Block(sizes) for _ in range(sizes.layers)), Head(sizes)]
-    for index in case.frozen:
+    for index in frozen:
         layers[index].requires_grad_(False)
     return {index: layer.to(device, _DTYPES[case.precision]) for index, layer in enumerate(layers)}
 

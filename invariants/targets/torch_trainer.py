@@ -42,8 +42,8 @@ def token_loss(logits: Tensor, targets: Tensor, scale: float) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=_IGNORED, reduction="sum") * scale
 
 
-def _targets(batch: GlobalBatch) -> Tensor:
-    return batch.targets.masked_fill(batch.mask == 0, _IGNORED)
+def _targets(batch: GlobalBatch, device: torch.device) -> Tensor:
+    return batch.targets.masked_fill(batch.mask == 0, _IGNORED).to(device)
 
 
 def _counted(window: Window) -> float:
@@ -143,13 +143,14 @@ class PipelineTrainer:
         return StepResult(loss=total.item())
 
     def _forward_backward(self, batch: GlobalBatch, scale: float) -> Tensor:
+        device = self._rank.device
         share = self._case.microbatches * self._case.microbatch_size
         mine = slice(self._replica * share, (self._replica + 1) * share)
-        inputs = [batch.tokens[mine]] if self._stage.is_first else []
-        targets = _targets(batch)[mine] if self._stage.is_last else None
+        inputs = [batch.tokens[mine].to(device)] if self._stage.is_first else []
+        targets = _targets(batch, device)[mine] if self._stage.is_last else None
         losses: list[Tensor] = []
         self._schedule.step(*inputs, target=targets, losses=losses, return_outputs=False, loss_kwargs={"scale": scale})
-        return torch.stack(losses).detach().sum() if losses else torch.zeros((), device=self._rank.device)
+        return torch.stack(losses).detach().sum() if losses else torch.zeros((), device=device)
 
     def held(self, kind: Kind) -> Iterable[Held]:
         """This stage's parameters and gradients, and the optimizer state of the parameters that this rank owns."""
@@ -230,7 +231,7 @@ class PlainTrainer:
     """
 
     def __init__(self, case: Case, rank: RankContext) -> None:
-        self._case, self._steps = case, 0
+        self._case, self._device, self._steps = case, rank.device, 0
         self.module = Stage(build_layers(case, rank.device))
         trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
         self._optimizer = OPTIMIZERS[case.optimizer.kind](trained, **_arguments(case))
@@ -242,9 +243,10 @@ class PlainTrainer:
         loss = 0.0
         for batch in window:
             size = self._case.microbatch_size
-            for tokens, targets in zip(
-                torch.split(batch.tokens, size), torch.split(_targets(batch), size), strict=True
-            ):
+            blocks = (
+                torch.split(part, size) for part in (batch.tokens.to(self._device), _targets(batch, self._device))
+            )
+            for tokens, targets in zip(*blocks, strict=True):
                 part = token_loss(self.module(tokens), targets, scale)
                 torch.autograd.backward(part)
                 loss += part.item()

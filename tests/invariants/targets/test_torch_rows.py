@@ -9,10 +9,13 @@ from hypothesis import strategies as st
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
 from invariants.schedule.actions import Action, Batch, Op, Row
+from invariants.schedule.completeness import complete
+from invariants.schedule.families import generate
+from invariants.schedule.lowering import lower
+from invariants.schedule.order import evaluate
 from invariants.targets.torch_rows import posted_row
 
 BOTH = (True, True)
-MIRROR = {Op.SEND_F: (Op.RECV_F, 1), Op.SEND_B: (Op.RECV_B, -1)}
 
 
 def flat(row: Row) -> list[Action]:
@@ -29,28 +32,23 @@ def pipeline(schedule, stages: int, microbatches: int, first_trained: int) -> li
 
 @given(st.sampled_from([ScheduleGPipe, Schedule1F1B]), st.integers(1, 6), st.integers(0, 7), st.integers(0, 5))
 @example(Schedule1F1B, 1, 0, 0)
-def test_each_message_is_sent_and_received_in_one_order(schedule, stages, more, frozen):
+@example(ScheduleGPipe, 3, 0, 2)
+def test_rows_are_complete_and_end_under_every_transport(schedule, stages, more, frozen):
     microbatches, frozen = stages + more, frozen % stages
-    rows = [flat(row) for row in pipeline(schedule, stages, microbatches, frozen)]
-    for stage, row in enumerate(rows):
-        for op in (Op.FORWARD, Op.BACKWARD):
-            assert [a.microbatch for a in row if a.op is op] == list(range(microbatches))
-        for send, (receive, step) in MIRROR.items():
-            sent = [a.microbatch for a in row if a.op is send]
-            peer = stage + step
-            received = [a.microbatch for a in rows[peer] if a.op is receive] if 0 <= peer < stages else []
-            wanted = 0 <= peer < stages and (send is Op.SEND_F or stage > frozen)
-            assert sent == received == (list(range(microbatches)) if wanted else [])
+    rows = pipeline(schedule, stages, microbatches, frozen)
+    assert complete(rows, stages, microbatches, frozen) == []
+    for transport in ("buffered", "blocking"):
+        outcome = evaluate(rows, transport)
+        assert (outcome.finished, outcome.mismatches) == (True, ())
+    gradients_sent = {action.stage for row in rows for action in flat(row) if action.op is Op.SEND_B}
+    assert gradients_sent == set(range(frozen + 1, stages))
 
 
-@given(st.integers(1, 6), st.integers(0, 7))
-def test_1f1b_holds_no_more_microbatches_than_stages_to_come(stages, more):
-    for stage, row in enumerate(pipeline(Schedule1F1B, stages, stages + more, 0)):
-        held = peak = 0
-        for action in flat(row):
-            held += {Op.FORWARD: 1, Op.BACKWARD: -1}.get(action.op, 0)
-            peak = max(peak, held)
-        assert (held, peak) == (0, min(stages + more, stages - stage))
+@given(st.sampled_from(["gpipe", "1f1b"]), st.integers(1, 6), st.integers(0, 7))
+def test_rows_are_those_of_the_batched_lowering(family, stages, more):
+    schedule = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}[family]
+    rows = pipeline(schedule, stages, stages + more, 0)
+    assert tuple(rows) == lower(generate(family, stages, stages + more), "batched")
 
 
 def test_mixed_posts_are_batched_and_others_are_not():
