@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import io
+import marshal
 import pickle
 import socket
 import struct
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any, cast
 
 import cloudpickle  # type: ignore[import-untyped]
@@ -62,6 +63,9 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     """
 
     def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, CodeType):
+            # cloudpickle drops the file name; tracebacks and coverage want it. Both ends are the same interpreter.
+            return marshal.loads, (marshal.dumps(obj),)
         torch = sys.modules.get("torch")
         if torch is not None and type(obj) in (torch.Tensor, torch.nn.Parameter) and obj.layout is torch.strided:
             # A copy, not `contiguous`: that leaves any stride to a dimension of one element.

@@ -178,13 +178,17 @@ class World:
         for rank in late:
             home.kill(rank.pid)
         home.wait_exits([rank.pid for rank in late], EXIT_S)
-        failures = [
-            RankFailure(rank.number, "stopped", "", f"did not end within {EXIT_S:g} s of being asked to", "")
-            if rank in late
-            else RankFailure.died(rank.number, status, rank.stderr(self._folder))
-            for rank in ranks
-            if (status := home.exits.pop(rank.pid, -9)) and rank not in kill
-        ]
+        failures = (
+            []
+            if not home.alive
+            else [
+                RankFailure(rank.number, "stopped", "", f"did not end within {EXIT_S:g} s of being asked to", "")
+                if rank in late
+                else RankFailure.died(rank.number, status, rank.stderr(self._folder))
+                for rank in ranks
+                if (status := home.exits.pop(rank.pid, -9)) and rank not in kill
+            ]
+        )
         shutil.rmtree(self._folder, ignore_errors=True)
         return failures
 

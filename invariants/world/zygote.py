@@ -50,7 +50,7 @@ def main(arguments: Sequence[str]) -> None:
     folder = Path(arguments[1])
     controller = os.pidfd_open(os.getppid())
     try:
-        for name in (*IMPORTS, *json.loads(arguments[2])):
+        for name in (*json.loads(arguments[2]), *IMPORTS):  # what may be wrong comes first
             importlib.import_module(name)
         # Forked ranks then neither walk these objects nor copy their pages.
         gc.collect()

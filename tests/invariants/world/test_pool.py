@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import pairwise, permutations
 from pathlib import Path
 
+import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -193,7 +194,7 @@ def look(context):
 
     return (
         str(torch.get_default_dtype()),
-        torch.rand(2).tolist(),
+        torch.rand(2, device="cpu").tolist(),
         numpy.random.random(),
         random.random(),
         torch.get_num_threads(),
@@ -310,14 +311,16 @@ def test_a_world_whose_communication_is_uneven_is_replaced(worlds, leave):
     assert not set(world.pids) & set(before)
 
 
-def test_a_longer_deadline_gets_a_backend_that_waits_as_long(tmp_path):
-    with WorldPool(tmp_path, backend="gloo", deadline_s=20.0) as pool:
-        world = pool.get(1)
-        world.run(identity)
-        pids = world.pids
-        world.reset()
-        world.run(identity, deadline_s=40.0)
-        assert world.pids != pids
+def test_a_longer_deadline_gets_a_backend_that_waits_as_long(worlds):
+    world = worlds.fresh(1)
+    world.run(identity)
+    pids = world.pids
+    world.run(identity, deadline_s=1000.0)
+    assert world.pids == pids  # not in the middle of a test: its state would be lost
+    world.reset()
+    world.run(identity, deadline_s=1000.0)
+    assert world.pids != pids
+    world.close()
 
 
 def test_two_pools_that_share_slots_compute_one_after_the_other(tmp_path):
@@ -381,6 +384,7 @@ def test_a_lost_server_is_replaced(tmp_path):
         pool.get(1).run(identity)
         pid = pool.get(1).run(lambda context: os.getppid())[0]
         os.kill(pid, 9)
-        with pytest.raises((RankFailed, WorldError)):
+        psutil.wait_procs([psutil.Process(rank) for rank in pool.get(1).pids], timeout=10)
+        with pytest.raises(WorldError, match="the process that ranks are forked from has died"):
             pool.get(1).run(identity)
         assert pool.get(1).run(identity) == [(0, 1, None)]

@@ -1,0 +1,277 @@
+"""A rank that raises, dies or never ends: named in one error, soon, and the next call runs on a new world."""
+
+import os
+import pickle
+import signal
+import sys
+import time
+
+import pytest
+
+from invariants.errors import WorldError
+from invariants.world.pool import RankFailed
+
+
+class Unpicklable(Exception):
+    def __reduce__(self):
+        return 1 / 0
+
+
+class Unprintable(Exception):
+    def __str__(self):
+        return 1 / 0
+
+
+def barrier_unless(context, rank, fail):
+    import torch.distributed as dist
+
+    if context.rank == rank:
+        fail()
+    dist.barrier()
+
+
+def healthy(context):
+    import torch.distributed as dist
+
+    dist.barrier()
+    return context.rank
+
+
+def failure_of(world, function, *args, **kwargs):
+    """Run what must fail; the next run must pass on other processes."""
+    world.run(healthy)
+    before = world.pids
+    with pytest.raises(RankFailed) as caught:
+        world.run(function, *args, **kwargs)
+    assert world.run(healthy) == list(range(world.size))
+    assert not set(before) & set(world.pids)
+    return caught.value
+
+
+def boom():
+    raise ValueError("boom at the third layer")
+
+
+@pytest.mark.worlds(2, 4)
+def test_a_raise_is_told_first_and_what_followed_behind_it(world):
+    start = time.monotonic()
+    error = failure_of(world, barrier_unless, world.size - 1, boom)
+    assert time.monotonic() - start < 20  # not the deadline of 30
+    origin, *others = error.failures
+    assert (origin.rank, origin.kind, origin.type_name) == (world.size - 1, "raised", "ValueError")
+    assert origin.message == "boom at the third layer"
+    assert others
+    assert all(other.consequence for other in others)
+    text = str(error)
+    assert text.startswith(f"rank {world.size - 1} raised ValueError: boom at the third layer (world of {world.size})")
+    assert 'raise ValueError("boom at the third layer")' in text  # the line of this file
+    assert text.index("boom") < text.index("then: rank ")
+    assert "invariants/world/" not in origin.text.replace("tests/invariants/world/", "")
+
+
+def test_two_different_raises_are_both_told(world):
+    def fail(context):
+        raise (KeyError, OSError)[context.rank](f"of rank {context.rank}")
+
+    error = failure_of(world, fail)
+    assert {(failure.rank, failure.type_name) for failure in error.failures} == {(0, "KeyError"), (1, "OSError")}
+    assert not any(failure.consequence for failure in error.failures)
+    assert "and: rank " in str(error)
+
+
+DEATHS = {
+    "SIGKILL": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "SIGABRT": os.abort,
+    "SIGSEGV": lambda: os.kill(os.getpid(), signal.SIGSEGV),
+    "exit status 3": lambda: os._exit(3),
+}
+
+
+@pytest.mark.parametrize("name", DEATHS)
+def test_a_death_is_named_with_its_signal_and_last_lines(world, name):
+    def die(context):
+        import torch.distributed as dist
+
+        if context.rank == 1:
+            print("last words", file=sys.stderr, flush=True)
+            DEATHS[name]()
+        dist.barrier()
+
+    error = failure_of(world, die)
+    origin = error.failures[0]
+    assert (origin.rank, origin.kind) == (1, "died")
+    assert name in origin.type_name
+    assert "last words" in origin.text
+    assert all(failure.consequence for failure in error.failures[1:])
+
+
+def test_a_death_after_the_answer_is_found_by_the_reset(worlds):
+    world = worlds(2)
+
+    def die_later(context):
+        import threading
+
+        if context.rank == 1:
+            threading.Timer(0.05, os._exit, (7,)).start()
+
+    world.run(die_later)
+    pid = world.pids[1]
+    deadline = time.monotonic() + 10
+    while os.path.exists(f"/proc/{pid}") and time.monotonic() < deadline:  # noqa: PTH110
+        time.sleep(0.01)
+    with pytest.raises(RankFailed, match="rank 1 died: exit status 7"):
+        world.reset()
+    assert world.run(healthy) == [0, 1]
+
+
+def test_sys_exit_is_a_raise_and_not_the_end_of_a_rank(world):
+    error = failure_of(world, lambda context: sys.exit(4))
+    assert {failure.type_name for failure in error.failures} == {"SystemExit"}
+
+
+def sleep_in_python(context):
+    if context.rank == 1:
+        time.sleep(10**6)
+
+
+def wait_in_gloo(context):
+    import torch
+    import torch.distributed as dist
+
+    if context.rank == 1:
+        dist.recv(torch.ones(1), 0)
+
+
+def hold_a_lock_twice(context):
+    import threading
+
+    lock = threading.Lock()
+    if context.rank == 1:
+        lock.acquire()
+        lock.acquire()
+
+
+@pytest.mark.parametrize("stall", [sleep_in_python, wait_in_gloo, hold_a_lock_twice])
+def test_a_stall_ends_at_the_deadline_with_the_stack(worlds, stall):
+    world = worlds(2)
+    world.run(healthy)
+    start = time.monotonic()
+    with pytest.raises(RankFailed) as caught:
+        world.run(stall, deadline_s=0.7)
+    assert 0.7 <= time.monotonic() - start < 6
+    (failure,) = caught.value.failures
+    assert (failure.rank, failure.kind, failure.message) == (1, "deadline", "was not done after 0.7 s")
+    assert f"in {stall.__name__}" in failure.text
+    assert world.run(healthy) == [0, 1]
+
+
+@pytest.mark.worlds(2, deadline=0.6)
+def test_the_marker_sets_the_deadline(world):
+    with pytest.raises(RankFailed, match=r"rank 1 (was not done after 0.6 s|raised RuntimeError)"):
+        world.run(sleep_in_python)
+
+
+def test_the_backend_gives_up_before_the_deadline_and_names_the_operation(worlds):
+    world = worlds.fresh(2)
+    with pytest.raises(RankFailed, match=r"rank 1 raised RuntimeError: .*Timed out waiting") as caught:
+        world.run(wait_in_gloo, deadline_s=1.5)
+    assert "dist.recv(torch.ones(1), 0)" in caught.value.failures[0].text
+    world.close()
+
+
+def test_those_still_at_work_are_shown_with_their_stack(world):
+    def fail_beside_work(context):
+        if context.rank == 0:
+            boom()
+        time.sleep(10**6)
+
+    error = failure_of(world, fail_beside_work)
+    assert [(failure.rank, failure.kind) for failure in error.failures] == [(0, "raised"), (1, "stopped")]
+    assert "in fail_beside_work" in error.failures[1].text
+
+
+def test_a_result_that_cannot_be_pickled_is_a_clear_error(world):
+    error = failure_of(world, lambda context: (x for x in ()))
+    origin = error.failures[0]
+    assert origin.type_name == "TypeError"
+    assert origin.message.startswith("result of type generator cannot be pickled: TypeError: cannot pickle 'generator'")
+
+
+@pytest.mark.parametrize("kind", [Unpicklable, Unprintable])
+def test_an_exception_that_can_be_neither_pickled_nor_printed_is_told(world, kind):
+    def fail(context):
+        raise kind("x")
+
+    error = failure_of(world, fail)
+    assert error.failures[0].type_name.endswith(kind.__name__)
+    assert "raise kind" in error.failures[0].text
+
+
+def test_an_argument_that_cannot_be_sent_keeps_the_world(world):
+    world.run(healthy)
+    pids = world.pids
+    with pytest.raises(WorldError, match="healthy and its arguments cannot be sent to ranks: TypeError"):
+        world.run(healthy, (x for x in ()))
+    assert world.run(healthy) == [0, 1]
+    assert world.pids == pids
+
+
+def test_much_output_does_not_block(world):
+    def shout(context):
+        line = "x" * 1023 + "\n"
+        for _ in range(100):
+            sys.stderr.write(line * 1024)
+        print("heard")
+
+    assert world.run(shout) == [None, None]
+    error = failure_of(world, lambda context: shout(context) or os._exit(5))
+    assert len(error.failures[0].text) < 10_000
+
+
+def test_failures_survive_pickling(world):
+    error = failure_of(world, barrier_unless, 0, boom)
+    again = pickle.loads(pickle.dumps(error))
+    assert again.failures == error.failures
+    assert str(again) == str(error)
+
+
+def test_given_on_one_of_several_ranks_is_refused(worlds):
+    from hypothesis import given
+    from hypothesis import strategies as st
+
+    def draw(context):
+        @given(st.integers())
+        def test(number):
+            assert isinstance(number, int)
+
+        test()
+        return context.rank
+
+    with pytest.raises(RankFailed, match="@given was entered on one of 2 ranks"):
+        worlds(2).run(draw)
+    assert worlds(1).run(draw) == [0]
+
+
+def test_what_a_rank_has_started_goes_with_it(world):
+    def start(context):
+        import subprocess
+
+        return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"]).pid
+
+    children = world.run(start)
+    with pytest.raises(RankFailed):
+        world.run(lambda context: os._exit(1))
+    deadline = time.monotonic() + 10
+    while any(map(running, children)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not any(map(running, children))
+
+
+def running(pid):
+    """Whether a process exists and is more than a zombie."""
+    import psutil
+
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

@@ -1,0 +1,177 @@
+"""The pytest side: options, marker, examples, and nothing left behind, whatever ends the session."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+pytestmark = pytest.mark.usefixtures("_own_plugin")
+
+
+@pytest.fixture
+def _own_plugin(pytester, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    pytester.makeconftest("pytest_plugins = ['invariants.plugin']")
+
+
+ALL = """
+import os, time, warnings
+import pytest
+from hypothesis import given, settings, strategies as st
+
+seen = []
+
+def remember(context, number):
+    import torch
+    torch.set_default_dtype(torch.float64)
+    context.state.setdefault("numbers", []).append(number)
+    return context.state["numbers"], os.getpid(), str(torch.ones(1).dtype)
+
+@given(number=st.integers())
+@settings(max_examples=20)
+@pytest.mark.worlds(1, 2)
+def test_each_example_is_clean_and_late(world, number):
+    time.sleep(0.25 if not seen else 0)  # above Hypothesis's own deadline
+    seen.append(number)
+    results = world.run(remember, number)
+    assert [numbers for numbers, _, _ in results] == [[number]] * world.size
+    assert {pid for _, pid, _ in results} == set(world.pids)
+
+@pytest.mark.worlds(1, 2)
+def test_next(world):
+    assert world.run(lambda context: (context.state, str(__import__("torch").ones(1).dtype))) == [
+        ({}, "torch.float32")
+    ] * world.size
+
+class TestMethod:
+    @given(number=st.integers())
+    @settings(max_examples=3)
+    def test_method(self, worlds, number):
+        assert worlds(2).run(lambda context: number) == [number] * 2
+
+@given(number=st.integers(0, 100))
+def test_shrinks_to_three_on_new_worlds(world, number):
+    if number >= 3:
+        world.run(lambda context: 1 / 0 if context.rank else None)
+
+@pytest.mark.worlds(2, deadline=1)
+def test_hangs(world):
+    world.run(lambda context: time.sleep(1000))
+
+def test_state_of_a_dead_test_is_an_error_of_that_test(world):
+    world.run(lambda context: __import__("threading").Timer(0.01, os._exit, (9,)).start())
+    time.sleep(0.5)
+
+def test_last(world):
+    assert world.run(lambda context: context.rank) == [0, 1]
+"""
+
+
+def test_examples_and_tests_are_clean_and_failures_are_told(pytester):
+    pytester.makepyfile(test_all=ALL)
+    before = left_behind(pytester.path)
+    result = pytester.runpytest_subprocess("-W", "error", "-p", "no:cacheprovider", "--tb=short", timeout=120)
+    result.assert_outcomes(passed=7, failed=2, errors=1)
+    text = result.stdout.str()
+    assert "number=3" in text
+    assert "rank 1 raised ZeroDivisionError: division by zero (world of 2)" in text
+    assert "was not done after 1 s" in text
+    assert "ERROR at teardown of test_state_of_a_dead_test" in text
+    assert "died: exit status 9" in text
+    assert "HealthCheck" not in text
+    assert left_behind(pytester.path) == before
+
+
+STUCK = """
+import pathlib, time
+
+def stuck(context, folder):
+    import torch, torch.distributed as dist, tempfile
+    tempfile.mkdtemp()
+    (pathlib.Path(folder) / f"rank{context.rank}").touch()
+    dist.recv(torch.ones(1), 1 - context.rank)
+
+def test_stuck(world):
+    world.run(stuck, %r)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_nothing_is_left_of_a_session_that_is_ended(pytester, number):
+    pytester.makepyfile(test_stuck=STUCK % str(pytester.path))
+    before = left_behind(pytester.path)
+    session = subprocess.Popen(
+        [sys.executable, "-m", "pytest", f"--basetemp={pytester.path / 'base'}", "-p", "no:cacheprovider"],
+        cwd=pytester.path,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "TMPDIR": str(pytester.path)},
+    )
+    until(lambda: all((pytester.path / f"rank{rank}").exists() for rank in range(2)))
+    children = psutil.Process(session.pid).children(recursive=True)
+    assert len(children) == 3  # the server and two ranks
+    session.send_signal(number)
+    output, _ = session.communicate(timeout=30)
+    if number == signal.SIGINT:
+        assert b"KeyboardInterrupt" in output
+    until(lambda: not any(map(lives, children)))
+    until(lambda: left_behind(pytester.path) == before)
+
+
+def test_wrong_options_and_markers_are_one_clear_line(pytester):
+    pytester.makepyfile(
+        """
+        import pytest
+        @pytest.mark.worlds(0)
+        def test_size(world): pass
+        """
+    )
+    for arguments, line in (
+        (["--backend=mpi"], "ERROR: --backend=mpi: expected one of auto, gloo, nccl"),
+        (["--world-deadline=soon"], "ERROR: --world-deadline=soon: expected a number of seconds above 0"),
+        (["-o", "world_deadline=-1"], "ERROR: world_deadline=-1: expected a number of seconds above 0"),
+    ):
+        result = pytester.runpytest_inprocess(*arguments)
+        assert result.ret == pytest.ExitCode.USAGE_ERROR
+        result.stderr.fnmatch_lines([line])
+    result = pytester.runpytest_inprocess()
+    result.stdout.fnmatch_lines(["*@pytest.mark.worlds(0): expected numbers of ranks, 1 or more"])
+    result.assert_outcomes(errors=1)
+
+
+def test_given_under_a_launcher_of_several_ranks_is_refused(pytester, monkeypatch):
+    pytester.makepyfile(
+        """
+        from hypothesis import given, strategies as st
+        @given(st.integers())
+        def test_drawn(number): pass
+        """
+    )
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    result = pytester.runpytest_inprocess("-p", "no:cacheprovider")
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["*@given was entered on one of 2 ranks*"])
+
+
+def left_behind(folder: Path):
+    """Shared memory, and private folders of pools below `folder`."""
+    return set(Path("/dev/shm").glob("torch_*")), set(folder.rglob("worlds-*")), set(folder.glob("tmp*"))
+
+
+def lives(process):
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def until(condition, seconds=30):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "not within its time"
+        time.sleep(0.02)
