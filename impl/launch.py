@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing.connection
 import os
 import signal
 import sys
 import tempfile
 import threading
-import types
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -48,16 +47,16 @@ def in_torchrun(work: Work, argument: Any) -> None:
 def in_own_processes(world: int, work: Work, argument: Any) -> None:
     """Run `work` on `world` processes and wait for them; raises `RankFailed` where one of them does not end well.
 
-    They meet in a private folder, over the loopback device. Neither processes nor folder are left: after success, a
-    failure, Ctrl-C, SIGTERM, or (the processes) a killed parent.
+    Ranks are forked from this process, which has imported torch and computed nothing: a child of a process that has run
+    threads of OpenMP would hang. They meet in a private folder, over the loopback device. Neither processes nor folder
+    are left: after success, a failure, Ctrl-C, SIGTERM, or (the processes) a killed parent.
     """
-    multiprocessing.set_forkserver_preload([work.__module__, "torch._dynamo"])  # imported once, not once a rank
+    importlib.import_module("torch._dynamo")  # torch's optimizers ask for it: imported once, not once a rank
     before = signal.signal(signal.SIGTERM, _terminated)
     with tempfile.TemporaryDirectory(prefix="impl-") as folder:
-        with _no_main_module():
-            ranks = start_processes(  # type: ignore[no-untyped-call]
-                _child, (world, folder, work, argument), nprocs=world, join=False, start_method="forkserver"
-            )
+        ranks = start_processes(  # type: ignore[no-untyped-call]
+            _child, (world, folder, work, argument), nprocs=world, join=False, daemon=True, start_method="fork"
+        )
         try:
             while not ranks.join():
                 pass
@@ -101,17 +100,6 @@ def _die_with_parent() -> None:
     assert parent is not None
     multiprocessing.connection.wait([parent.sentinel])
     os._exit(1)
-
-
-@contextmanager
-def _no_main_module() -> Iterator[None]:
-    """Keep each rank from running the main module once more, under another name."""
-    main = sys.modules["__main__"]
-    sys.modules["__main__"] = types.ModuleType("__main__")
-    try:
-        yield
-    finally:
-        sys.modules["__main__"] = main
 
 
 def _terminated(number: int, _frame: object) -> NoReturn:
