@@ -122,8 +122,8 @@ def parse(argv: Sequence[str] | None = None) -> Options:
     parser.add_argument("--lr", type=float, default=1e-2, help="learning rate (0.01)")
     parser.add_argument("--weight-decay", type=float, default=0.0, help="weight decay (0)")
     parser.add_argument("--tied", action="store_true", help="share the weight of embedding and head")
-    parser.add_argument("--frozen", type=_integers, default=(), help="layers that are not trained, such as 0,1")
-    parser.add_argument("--split", type=_integers, help="layers of each stage, such as 2,2; else balanced by cost")
+    parser.add_argument("--frozen", type=layers, default=(), help="layers that are not trained, such as 0,1")
+    parser.add_argument("--split", type=layers, help="layers of each stage, such as 2,2; else balanced by cost")
     parser.add_argument("--costs", help="of the layers, such as 1,2,2,3, or 'measured'; else estimated multiply-adds")
     parser.add_argument("--checkpoint", type=Path, default=Path("checkpoint"), help="folder (checkpoint)")
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --checkpoint")
@@ -173,7 +173,8 @@ def _manifest(given: argparse.Namespace) -> dict[str, Any]:
     return manifest
 
 
-def _integers(text: str) -> tuple[int, ...]:
+def layers(text: str) -> tuple[int, ...]:
+    """Numbers between commas."""
     return tuple(int(part) for part in text.split(","))
 
 

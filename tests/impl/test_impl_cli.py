@@ -132,7 +132,7 @@ def test_a_rank_that_fails_is_named(tmp_path):
         ("--split 1,2 --pp 2", "split=1+2: expected 2 stages of 1 or more layers, 4 in all"),
         ("--optimizer lion", "optimizer=lion: expected one of adam, adamw, sgd"),
         ("--resume --checkpoint nowhere", "nowhere/manifest.json: no such file: nothing was saved in this folder"),
-        ("--frozen x", "argument --frozen: invalid _integers value: 'x'"),
+        ("--frozen x", "argument --frozen: invalid layers value: 'x'"),
     ],
 )
 def test_bad_arguments_get_one_line_before_anything_starts(monkeypatch, capsys, arguments, message):

@@ -119,11 +119,15 @@ def test_every_fault_names_a_public_report_and_every_variant_a_reason():
 def test_patches_are_taken_back():
     from impl import pipeline, schedule, zero1
 
-    before = (schedule.LOWERING, schedule.generate, zero1.FlatGroup.__init__, pipeline.Execution.backward)
+    def patchable():
+        return (schedule.LOWERING, schedule.generate, zero1.FlatGroup.__init__, pipeline.Execution.backward)
+
+    before, during = patchable(), set()
     for fault in FAULTS.values():
         with fault.patch():
-            assert True
-    assert (schedule.LOWERING, schedule.generate, zero1.FlatGroup.__init__, pipeline.Execution.backward) == before
+            during |= set(zip(range(4), patchable(), strict=True))
+        assert patchable() == before
+    assert {place for place, value in during if value != before[place]} == {0, 1, 2, 3}
 
 
 def test_offers_what_the_protocols_ask_for(worlds):
