@@ -118,6 +118,8 @@ class Server:
     def close(self) -> None:
         """End the zygote, which kills its ranks and removes the folder."""
         self.sock.close()
+        if self._devices is None:
+            self._process.kill()  # still importing, or failed to: there are no ranks
         try:
             self._process.wait(ANSWER_S)
         except subprocess.TimeoutExpired:

@@ -57,7 +57,10 @@ class Baseline:
     def _seed(self) -> None:
         random.seed(self._rank)
         np.random.seed(self._rank)
-        torch.manual_seed(self._rank)
+        # Not `torch.manual_seed`: it formats and keeps a stack for each kind of device that is not in use.
+        torch.default_generator.manual_seed(self._rank)
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            torch.cuda.manual_seed(self._rank)
 
 
 def communication(context: RankContext) -> Issued | None:

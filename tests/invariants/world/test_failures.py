@@ -54,6 +54,7 @@ def boom():
 
 @pytest.mark.worlds(2, 4)
 def test_a_raise_is_told_first_and_what_followed_behind_it(world):
+    world.run(healthy)
     start = time.monotonic()
     error = failure_of(world, barrier_unless, world.size - 1, boom)
     assert time.monotonic() - start < 20  # not the deadline of 30
