@@ -43,6 +43,7 @@ def save(
     def write() -> dict[str, Any]:
         generation = _generation(folder) + 1
         folder.mkdir(parents=True, exist_ok=True)
+        _sync(folder.parent)
         data = safetensors.torch.save({name: tensor.contiguous().cpu() for name, tensor in tensors.items()})
         file = f"generation-{generation}-rank-{grid.rank}.safetensors"
         replace(folder / file, data)
@@ -113,11 +114,16 @@ def replace(path: Path, data: bytes) -> None:
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
-    folder = os.open(path.parent, os.O_RDONLY)
+    _sync(path.parent)
+
+
+def _sync(folder: Path) -> None:
+    """Make the names in `folder` durable: to sync a file does not sync the entry that leads to it."""
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(folder)
+        os.fsync(descriptor)
     finally:
-        os.close(folder)
+        os.close(descriptor)
 
 
 def _read(folder: Path, header: Mapping[str, Any], rank: int) -> tuple[dict[str, Any], dict[str, Tensor]]:

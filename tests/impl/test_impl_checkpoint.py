@@ -56,7 +56,7 @@ def operations(stop_at, error):
     return patches, mock.patch.object(os, "fsync", counted(os.fsync))
 
 
-@pytest.mark.parametrize("stop_at", range(1, 12))
+@pytest.mark.parametrize("stop_at", range(1, 14))
 @pytest.mark.parametrize("error", [OSError("disk is full"), Crash()])
 def test_a_save_that_stops_anywhere_leaves_the_old_set_or_the_new_one(tmp_path, stop_at, error):
     save(tmp_path, 1.0)
@@ -79,7 +79,7 @@ def test_a_save_that_stops_anywhere_leaves_the_old_set_or_the_new_one(tmp_path, 
 
 def test_the_last_operation_is_within_the_range_above(tmp_path):
     save(tmp_path, 1.0)
-    paths, syncs = operations(12, Crash())
+    paths, syncs = operations(14, Crash())
     with paths, syncs:
         save(tmp_path, 2.0)
 
