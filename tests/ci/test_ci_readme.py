@@ -1,0 +1,45 @@
+"""What the README shows, runs."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = ("README.md", "CONTRIBUTING.md", "docs/architecture.md")
+
+
+def blocks(page: str, language: str) -> list[str]:
+    """The fenced blocks of a page."""
+    return re.findall(rf"^```{language}\n(.*?)^```", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
+
+
+def test_the_test_on_real_ranks_passes(pytester, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
+    (example,) = [block for block in blocks("README.md", "python") if "worlds(2, 4)" in block]
+    pytester.makepyfile(example)
+    pytester.runpytest_subprocess("-p", "invariants.plugin", timeout=120).assert_outcomes(passed=2)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page):
+    found = re.findall(r"\]\(([^)]+)\)", (ROOT / page).read_text())
+    assert found or page == "docs/architecture.md"
+    for link in found:
+        path, _, anchor = link.partition("#")
+        target = (ROOT / page).parent / path if path else ROOT / page
+        assert target.exists(), link
+        headings = re.findall(r"^#+ (.+)$", target.read_text(), re.MULTILINE)
+        assert not anchor or anchor in {heading.lower().replace(" ", "-") for heading in headings}, link
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_files_that_are_named_exist(page):
+    text = (ROOT / page).read_text()
+    named = re.findall(r"`((?:invariants|impl|tests|ci)/[\w./-]+)[ `]", text)
+    assert named
+    for name in named:
+        assert (ROOT / name).exists(), name
