@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import cast
 
@@ -27,7 +28,7 @@ def splits(draw: st.DrawFn, layers: int, stages: int) -> tuple[int, ...] | None:
     between = st.integers(1, layers - 1)
     cuts = sorted(draw(st.sets(between, min_size=stages - 1, max_size=stages - 1))) if stages > 1 else []
     edges = [0, *cuts, layers]
-    return tuple(right - left for left, right in zip(edges, edges[1:], strict=False))
+    return tuple(right - left for left, right in itertools.pairwise(edges))
 
 
 @st.composite

@@ -105,8 +105,8 @@ class Promises:
     padded to a multiple of dp x `alignment` elements), `whole-parameter` (each parameter's state on one rank),
     `replicated`. `masters`: whether fp32 master copies are held besides. `resume`: whether a resumed run has the same
     bits as the uninterrupted one, or agrees within the tolerance rule. `lowering`: how a schedule that lists
-    computation only is turned into sends and receives, by the name that `invariants.schedule.lowering` gives it; None where the
-    schedule contains them already, or nobody knows.
+    computation only is turned into sends and receives, by the name that `invariants.schedule.lowering` gives it;
+    None where the schedule contains them already, or nobody knows.
     """
 
     layout: Literal["flat", "whole-parameter", "replicated"] = "replicated"
