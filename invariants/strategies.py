@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import cast
 
 from hypothesis import strategies as st
 
@@ -97,7 +96,7 @@ def cases(
         microbatch_size=draw(st.integers(1, 2)),
         model=model,
         split=split,
-        precision=cast(Precision, draw(st.sampled_from(list(precisions)))),
+        precision=draw(st.sampled_from(list(precisions))),
         optimizer=OptimizerSpec(kind, weight_decay=draw(st.sampled_from([0.0, 0.1])) if kind != "adam" else 0.0),
         mask=draw(st.sampled_from(list(masks))),
         frozen=draw(_frozen(model.layers + 2, split)) if frozen else (),

@@ -1,0 +1,114 @@
+"""The invariants of schedules, judged on literal evidence and over their whole domain; no processes."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from invariants.case import Case, Topology
+from invariants.catalog import BUILT_IN
+from invariants.catalog.schedule_activations import schedule_activations
+from invariants.catalog.schedule_bubble import schedule_bubble
+from invariants.catalog.schedule_deadlock_free import schedule_deadlock_free
+from invariants.evidence import Evidence, StagePeak
+from invariants.schedule.families import generate
+from invariants.schedule.lowering import lower
+from invariants.target import Promises
+
+
+def recorded(name, stages, microbatches, how=None, dp=1, rows=None):
+    rows = generate(name, stages, microbatches) if rows is None else rows
+    rows = lower(rows, how) if how else rows
+    texts = tuple(tuple(map(str, row)) for row in rows for _ in range(dp))
+    case = Case(topology=Topology.of(pp=stages, dp=dp), schedule=name, microbatches=microbatches)
+    return Evidence("literal", case, Promises(), schedule=texts)
+
+
+sizes = st.integers(1, 5)
+families = st.sampled_from(["gpipe", "1f1b"])
+
+
+@given(
+    families, sizes, st.integers(1, 9), st.sampled_from(["receive-first", "even-first", "batched"]), st.integers(1, 2)
+)
+def test_right_schedules_hold_in_every_safe_order(name, stages, microbatches, how, dp):
+    evidence = recorded(name, stages, microbatches, how, dp)
+    assert {invariant.id: invariant.judge(evidence).status for invariant in BUILT_IN} == {
+        "schedule.bubble": "holds",
+        "schedule.activations": "holds",
+        "schedule.deadlock-free": "holds",
+    }
+
+
+@given(st.integers(2, 5), st.integers(2, 9))
+def test_every_stage_sends_before_it_receives(stages, microbatches):
+    verdict = schedule_deadlock_free.judge(recorded("1f1b", stages, microbatches, "textbook"))
+    assert verdict.status == "violated"
+    assert [violation.what for violation in verdict.violations] == ["blocking sends"]
+    assert "waits to send" in verdict.first.observed
+
+
+@given(st.integers(2, 5), st.integers(0, 6))
+def test_gpipe_order_under_the_name_of_1f1b_holds_too_much(stages, more):
+    microbatches = stages + 1 + more
+    evidence = recorded("1f1b", stages, microbatches, rows=generate("gpipe", stages, microbatches))
+    verdict = schedule_activations.judge(evidence)
+    assert verdict.status == "violated"
+    assert verdict.worst.stage == stages - 1
+    assert verdict.worst.excess == microbatches
+
+
+def test_serialised_microbatches_idle_more_than_the_formula():
+    rows = ["0F0 0B0 0F1 0B1", "1F0 1B0 1F1 1B1"]
+    case = Case(topology=Topology.of(pp=2), schedule="1f1b", microbatches=2)
+    evidence = Evidence("literal", case, Promises(), schedule=tuple(tuple(row.split()) for row in rows))
+    verdict = schedule_bubble.judge(evidence)
+    assert verdict.status == "violated"
+    assert {(v.rank, v.expected, v.observed) for v in verdict.violations if v.stage is not None} == {
+        (0, "1/3", "1/2"),
+        (1, "1/3", "1/2"),
+    }
+
+
+def test_a_schedule_that_never_ends_has_no_bubble_to_measure():
+    case = Case(topology=Topology.of(pp=1), schedule="gpipe", microbatches=1)
+    verdict = schedule_bubble.judge(Evidence("literal", case, Promises(), schedule=(("0B0", "0F0"),)))
+    assert verdict.status == "violated"
+
+
+def test_what_is_held_at_run_time_counts():
+    evidence = recorded("1f1b", 2, 3)
+    kept = replace(evidence, activations=(StagePeak(0, 0, 1, 3, 0), StagePeak(1, 1, 1, 1, 2)))
+    violations = schedule_activations.judge(kept).violations
+    assert [(v.rank, v.expected, v.observed) for v in violations] == [(0, "at most 2", "3"), (1, "0", "2")]
+    within = replace(evidence, activations=(StagePeak(0, 0, 1, 2, 0), StagePeak(1, 1, 1, 1, 0)))
+    assert schedule_activations.judge(within).status == "holds"
+
+
+def test_a_microbatch_that_is_never_computed():
+    case = Case(topology=Topology.of(pp=1), microbatches=2)
+    verdict = schedule_deadlock_free.judge(Evidence("literal", case, Promises(), schedule=(("0F0", "0B0"),)))
+    assert verdict.status == "violated"
+
+
+def test_computation_alone_is_judged_in_the_declared_lowering_only():
+    plain = recorded("1f1b", 2, 2)
+    assert schedule_deadlock_free.judge(plain).status == "not applicable"
+    for lowering, status in (("textbook", "violated"), ("receive-first", "holds")):
+        declared = replace(plain, promises=Promises(lowering=lowering))
+        assert schedule_deadlock_free.judge(declared).status == status
+
+
+def test_frozen_first_stages_need_no_gradient():
+    rows = (("0F0", "0SEND_F0", "0B0"), ("1RECV_F0", "1F0", "1B0"))
+    case = Case(topology=Topology.of(pp=2), split=(1, 3), frozen=(0,))
+    assert schedule_deadlock_free.judge(Evidence("literal", case, Promises(), schedule=rows)).status == "holds"
+    trained = replace(case, frozen=(1,))
+    assert schedule_deadlock_free.judge(Evidence("literal", trained, Promises(), schedule=rows)).status == "violated"
+
+
+@pytest.mark.parametrize("judged", [schedule_bubble, schedule_activations])
+def test_schedules_without_closed_forms_do_not_apply(judged):
+    evidence = replace(recorded("gpipe", 1, 1), case=Case(schedule="homemade"))
+    assert judged.judge(evidence).status == "not applicable"
