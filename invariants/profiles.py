@@ -5,9 +5,6 @@ Hypothesis has a profile `ci` of its own, so ours carry a prefix. `derandomize` 
 
 from __future__ import annotations
 
-CASES = {"invariants-ci": 40, "invariants-dev": 12, "invariants-deep": 5000}
-"""Cases that a campaign draws under each profile."""
-
 
 def register() -> None:
     """Make the profiles known to Hypothesis."""

@@ -82,6 +82,7 @@ def test_the_last_operation_is_within_the_range_above(tmp_path):
     paths, syncs = operations(14, Crash())
     with paths, syncs:
         save(tmp_path, 2.0)
+    assert saved(tmp_path) == [2.0] * 3
 
 
 def test_a_reader_between_two_saves_takes_the_new_set(tmp_path):
