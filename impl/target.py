@@ -153,7 +153,7 @@ class ImplTarget:
     """The embedded default."""
 
     name = "impl"
-    promises = Promises(layout="flat", resume="bitwise")
+    promises = Promises(layout="flat", resume="bitwise", generators=("torch", "python"))
 
     def cases(self) -> SearchStrategy[Case]:
         """Every grid of up to 4 ranks, both schedules, both precisions, all three optimizers."""

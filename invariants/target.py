@@ -106,7 +106,8 @@ class Promises:
     `replicated`. `masters`: whether fp32 master copies are held besides. `resume`: whether a resumed run has the same
     bits as the uninterrupted one, or agrees within the tolerance rule. `lowering`: how a schedule that lists
     computation only is turned into sends and receives, by the name that `invariants.schedule.lowering` gives it;
-    None where the schedule contains them already, or nobody knows.
+    None where the schedule contains them already, or nobody knows. `generators`: whose random states a checkpoint gives
+    back to each rank.
     """
 
     layout: Literal["flat", "whole-parameter", "replicated"] = "replicated"
@@ -114,6 +115,7 @@ class Promises:
     masters: bool = False
     resume: Literal["bitwise", "tolerance"] = "tolerance"
     lowering: str | None = None
+    generators: tuple[Literal["torch", "python", "numpy"], ...] = ("torch",)
 
 
 class Trainer(Protocol):
@@ -201,11 +203,27 @@ class Target(Protocol):
 
 
 @runtime_checkable
+class Feeds(Protocol):
+    """A target whose trainer wants other data than random tokens."""
+
+    def window(self, case: Case, step: int) -> Window:
+        """The global batches of optimizer step `step`, counted from 0; the same on every rank and at every call."""
+
+
+@runtime_checkable
 class HasFaults(Protocol):
     """A target with planted faults and harmless variants."""
 
     def faults(self) -> Mapping[str, Fault]:
         """Faults by name."""
+
+
+@runtime_checkable
+class HasKnown(Protocol):
+    """A target with violations that are known and reported."""
+
+    def known(self) -> Path:
+        """A file of known violations, see `invariants.known`."""
 
 
 @runtime_checkable

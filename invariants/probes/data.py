@@ -1,0 +1,35 @@
+"""The data that every rank, and the reference, is given: a function of the case and the step alone."""
+
+from __future__ import annotations
+
+import torch
+
+from invariants.case import Case, Mask
+from invariants.target import Feeds, GlobalBatch, Target, Window
+
+
+def window_of(target: Target, case: Case, step: int) -> Window:
+    """The window of optimizer step `step`, counted from 0: the target's own where it feeds itself, else random tokens."""
+    if isinstance(target, Feeds):
+        return target.window(case, step)
+    return [_batch(case, step, index) for index in range(case.windows[step])]
+
+
+def _batch(case: Case, step: int, index: int) -> GlobalBatch:
+    generator = torch.Generator().manual_seed((case.seed << 24) + (step << 12) + index)
+    shape = (case.batch_size, case.model.sequence)
+    tokens, targets = torch.randint(case.model.vocabulary, (2, *shape), generator=generator)
+    return GlobalBatch(tokens, targets, _mask(case.mask, shape, generator))
+
+
+def _mask(kind: Mask, shape: tuple[int, int], generator: torch.Generator) -> torch.Tensor:
+    """1 where a token counts; each sample keeps 1 token or more, or, with holes, may be left out."""
+    samples, length = shape
+    if kind == "full":
+        return torch.ones(shape)
+    kept = torch.randint(1, length + 1, (samples, 1), generator=generator)
+    order = torch.rand(shape, generator=generator).argsort(dim=1).argsort(dim=1)
+    mask = (order < kept).float()
+    if kind == "holes":
+        mask *= (torch.rand((samples, 1), generator=generator) < 0.5).float()
+    return mask

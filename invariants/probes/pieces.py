@@ -1,0 +1,122 @@
+"""Pieces of tensors: where they lie in the whole, their digests, and their way through a scratch folder.
+
+A piece is a contiguous range of the flattened whole; what a trainer holds as slices of several dimensions is several
+pieces.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from invariants.errors import UsageError
+from invariants.evidence import Owned, Print
+from invariants.target import MISSING, Held
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements `lo..hi-1` of the flattened whole `name`; `values` is None where a tensor should be and is not."""
+
+    name: str
+    lo: int
+    hi: int
+    whole: tuple[int, ...]
+    state_key: str | None
+    group: int
+    role: str
+    trainable: bool
+    values: Tensor | None
+
+
+def pieces_of(held: Iterable[Held]) -> Iterator[Piece]:
+    """Cut what a trainer holds into pieces on the CPU; a place that does not fit its tensor is a `UsageError`."""
+    for part in held:
+        size = torch.Size(part.global_shape).numel()
+        ranges = _ranges(part, size)
+        tensor = None if part.tensor is MISSING else part.tensor.detach().cpu().reshape(-1)
+        elements = sum(hi - lo for lo, hi, _ in ranges)
+        if tensor is not None and tensor.numel() != elements:
+            raise UsageError(f"held {part.name}: a tensor of {tensor.numel()} elements for a place of {elements}")
+        for lo, hi, start in ranges:
+            values = None if tensor is None else tensor[start : start + hi - lo]
+            yield Piece(
+                part.name, lo, hi, part.global_shape, part.state_key, part.group, part.role, part.trainable, values
+            )
+
+
+def _ranges(part: Held, size: int) -> list[tuple[int, int, int]]:
+    """Contiguous ranges of the flattened whole, and where each starts in the flattened tensor."""
+    if part.flat_range is not None:
+        lo, hi = part.flat_range
+        if not 0 <= lo <= hi <= size:
+            raise UsageError(f"held {part.name}: flat_range {part.flat_range} lies outside of {size} elements")
+        return [(lo, hi, 0)]
+    if part.slices is None:
+        return [(0, size, 0)]
+    index = torch.arange(size).view(part.global_shape)[tuple(slice(a, b) for a, b in part.slices)].reshape(-1)
+    starts = [0, *((index.diff() != 1).nonzero().flatten() + 1).tolist()] if index.numel() else []
+    ends = [*starts[1:], index.numel()]
+    return [(int(index[a]), int(index[a]) + b - a, a) for a, b in zip(starts, ends, strict=True) if b > a]
+
+
+def print_of(piece: Piece) -> Print:
+    """Digest and norm of a piece that is there."""
+    assert piece.values is not None
+    values = piece.values.contiguous()
+    data = values.view(torch.uint8).numpy().tobytes()
+    digest = hashlib.blake2b(data, digest_size=16).hexdigest()
+    norm = float(values.double().norm())
+    return Print(piece.name, piece.lo, piece.hi, _dtype(values), digest, norm, piece.state_key)
+
+
+def prints_of(held: Iterable[Held]) -> tuple[Print, ...]:
+    """Digests of all that is there."""
+    return tuple(print_of(piece) for piece in pieces_of(held) if piece.values is not None)
+
+
+def owned_of(held: Iterable[Held], rank: int, kind: str) -> Iterator[Owned]:
+    """Place and bytes of all that is there."""
+    for piece in pieces_of(held):
+        if piece.values is not None:
+            yield Owned(
+                rank,
+                kind,
+                piece.name,
+                piece.lo,
+                piece.hi,
+                piece.values.numel() * piece.values.element_size(),
+                piece.group,
+                piece.role,
+                piece.trainable,
+                piece.state_key,
+                torch.Size(piece.whole).numel(),
+            )
+
+
+def _dtype(values: Tensor) -> str:
+    return str(values.dtype).removeprefix("torch.")
+
+
+def dump(path: Path, held: Iterable[Held]) -> None:
+    """Write all pieces into one file."""
+    pieces = list(pieces_of(held))
+    places = [{**asdict(replace(piece, values=None)), "values": piece.values is not None} for piece in pieces]
+    tensors = {str(index): piece.values.clone() for index, piece in enumerate(pieces) if piece.values is not None}
+    save_file(tensors, path, metadata={"pieces": json.dumps(places)})
+
+
+def read(path: Path) -> Iterator[Piece]:
+    """Read what `dump` wrote."""
+    with safe_open(path, framework="pt") as file:
+        for index, place in enumerate(json.loads(file.metadata()["pieces"])):
+            values = file.get_tensor(str(index)) if place["values"] else None
+            yield Piece(**{**place, "whole": tuple(place["whole"]), "values": values})

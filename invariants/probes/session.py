@@ -1,0 +1,217 @@
+"""One case on one rank: build, train, and, in fresh processes, load and go on; what is measured goes to the controller.
+
+A session lives in the rank's state between the calls. Values travel by files in a scratch folder, digests and sizes as
+results. Before each step the probes draw from torch's, Python's and numpy's generators, another number on each rank, so
+that a random state that is not saved differs after a load.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import random
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from invariants.case import Case, Save
+from invariants.errors import Refused, UsageError
+from invariants.evidence import Owned, Print, Snapshot, StagePeak, State
+from invariants.probes.activations import Activations
+from invariants.probes.data import window_of
+from invariants.probes.pieces import dump, owned_of, pieces_of, prints_of
+from invariants.target import Closes, Counts, HasFaults, Kind, Moment, Pipelines, Saves, Target, Trainer
+from invariants.world.context import RankContext
+
+BEFORE, REDUCED = "before", "reduced"
+"""Names of dumps: parameters before a step, and gradients in it."""
+
+
+@dataclass(frozen=True)
+class Built:
+    """How `build` went: refused, not the target's case at all, or ready, with the rank's row of the schedule."""
+
+    refused: str | None = None
+    mistake: str | None = None
+    row: tuple[str, ...] | None = None
+    saves: bool = False
+
+
+@dataclass(frozen=True)
+class Stepped:
+    """What a step showed: `loss` as reported; whether all parameters are finite; whether it was skipped."""
+
+    step: int
+    loss: float | None
+    finite: bool
+    skipped: bool
+
+
+@dataclass
+class Trained:
+    """What one rank recorded over the whole history, or over what was left of it after a load."""
+
+    steps: list[Stepped] = field(default_factory=list)
+    peaks: list[StagePeak] = field(default_factory=list)
+    snapshots: list[Snapshot] = field(default_factory=list)
+    owned: list[Owned] = field(default_factory=list)
+    state: State | None = None
+
+
+def build(context: RankContext, target: Target, case: Case, fault: str | None) -> Built:
+    """Make the trainer, under the patch of `fault`, and keep it for the calls that follow."""
+    patches = ExitStack()
+    context.state["patches"] = patches
+    if fault is not None:
+        if not isinstance(target, HasFaults) or fault not in target.faults():
+            return Built(mistake=f"fault {fault!r}: target {target.name} has no such fault")
+        patches.enter_context(target.faults()[fault].patch())
+    try:
+        trainer = target.build(case, context)
+    except Refused as reason:
+        return Built(refused=str(reason))
+    except UsageError as mistake:
+        return Built(mistake=str(mistake))
+    context.state["session"] = Session(context, target, case, trainer)
+    row = tuple(trainer.schedule()) if isinstance(trainer, Pipelines) else None
+    return Built(row=row, saves=isinstance(trainer, Saves))
+
+
+def train(context: RankContext, folder: Path) -> Trained:
+    """Run the history from its start; checkpoint and dumps go into `folder`."""
+    session: Session = context.state["session"]
+    session.snapshot(0)
+    for operation in session.case.history:
+        if not isinstance(operation, Save):
+            session.step(folder)
+        elif isinstance(session.trainer, Saves):
+            session.record_state()
+            session.trainer.save(folder / "checkpoint")
+    session.record_sizes()
+    return session.recorded
+
+
+def resume(context: RankContext, folder: Path, checkpoint: Path) -> Trained:
+    """Load, in a world of fresh processes, and run what the history has after its save; dumps go into `folder`."""
+    session: Session = context.state["session"]
+    assert session.case.save_after is not None
+    assert isinstance(session.trainer, Saves)
+    _seed(7919 * (context.rank + 1))
+    session.trainer.load(checkpoint)
+    session.done, session.loaded = session.case.save_after, True
+    session.record_state()
+    session.snapshot(session.done)
+    while session.done < len(session.case.windows):
+        session.step(folder)
+    return session.recorded
+
+
+def close(context: RankContext) -> None:
+    """End the session, if there is one, and take the fault's patch off."""
+    session: Session | None = context.state.pop("session", None)
+    with context.state.pop("patches", contextlib.nullcontext()):
+        if session is not None:
+            session.close()
+
+
+class Session:
+    """A trainer and what was recorded of it."""
+
+    def __init__(self, context: RankContext, target: Target, case: Case, trainer: Trainer) -> None:
+        self.context, self.target, self.case, self.trainer = context, target, case, trainer
+        self.activations = Activations(trainer.stages() if isinstance(trainer, Pipelines) else ())
+        self.recorded = Trained()
+        self.done = 0
+        self.loaded = False
+
+    def step(self, folder: Path) -> None:
+        """Train on the next window."""
+        _draw(self.context.rank)
+        rank, number = self.context.rank, self.done
+        dump(dump_path(folder, BEFORE, number, rank), self.trainer.held(Kind.PARAMETER))
+
+        def observe(moment: Moment) -> None:
+            if moment is Moment.REDUCED:
+                dump(dump_path(folder, REDUCED, number, rank), self.trainer.held(Kind.GRADIENT))
+
+        window = window_of(self.target, self.case, number)
+        with self.activations.watching():
+            result = self.trainer.step(window, observe)
+        self.done += 1
+        finite = all(
+            bool(piece.values.isfinite().all())
+            for piece in pieces_of(self.trainer.held(Kind.PARAMETER))
+            if piece.values is not None
+        )
+        self.recorded.steps.append(Stepped(self.done, result.loss, finite, result.skipped))
+        self.recorded.peaks += self.activations.peaks(rank, self.done)
+        self.snapshot(self.done)
+        dump(dump_path(folder, BEFORE, self.done, rank), self.trainer.held(Kind.PARAMETER))
+
+    def snapshot(self, step: int) -> None:
+        """Record the digests of all parameters."""
+        prints = prints_of(self.trainer.held(Kind.PARAMETER))
+        self.recorded.snapshots.append(Snapshot(self.context.rank, step, self.loaded, prints))
+
+    def record_state(self) -> None:
+        """Record what a checkpoint must give back."""
+        optimizer = (*prints_of(self.trainer.held(Kind.OPTIMIZER)), *self._masters())
+        steps = self.trainer.steps_done() if isinstance(self.trainer, Counts) else None
+        generators = tuple((name, GENERATORS[name]()) for name in self.target.promises.generators)
+        parameters = prints_of(self.trainer.held(Kind.PARAMETER))
+        self.recorded.state = State(self.context.rank, parameters, optimizer, generators, steps)
+
+    def _masters(self) -> Iterator[Print]:
+        for held in prints_of(self.trainer.held(Kind.MASTER)):
+            yield Print(held.name, held.lo, held.hi, held.dtype, held.digest, held.norm, "master")
+
+    def record_sizes(self) -> None:
+        """Record place and size of all that is held."""
+        for kind in (Kind.PARAMETER, Kind.OPTIMIZER, Kind.MASTER):
+            self.recorded.owned += owned_of(self.trainer.held(kind), self.context.rank, kind.value)
+
+    def close(self) -> None:
+        """Leave the modules as they were and release what the trainer holds."""
+        self.activations.close()
+        if isinstance(self.trainer, Closes):
+            self.trainer.close()
+
+
+def dump_path(folder: Path, moment: str, step: int, rank: int) -> Path:
+    """The dump of one rank; `step` is the number of steps done."""
+    return folder / f"{moment}.{step}.{rank}.safetensors"
+
+
+def _seed(seed: int) -> None:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
+
+
+def _draw(rank: int) -> None:
+    torch.rand(1 + rank)
+    np.random.random(1 + rank)
+    for _ in range(1 + rank):
+        random.random()
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
+def _numpy_state() -> str:
+    kind, keys, *rest = np.random.get_state()
+    return _digest(np.asarray(keys).tobytes() + json.dumps([kind, *rest]).encode())
+
+
+GENERATORS: dict[str, Callable[[], str]] = {
+    "torch": lambda: _digest(torch.get_rng_state().numpy().tobytes()),
+    "python": lambda: _digest(json.dumps(random.getstate()).encode()),
+    "numpy": _numpy_state,
+}
+"""Digest of the state of each generator that a target may promise to restore."""
