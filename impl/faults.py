@@ -6,18 +6,30 @@ up, with what `plants` and `variants` make of the originals.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from typing import Any
 from unittest import mock
 
 from impl import plants, variants
+from impl.conditions import (
+    Applies,
+    adaptive,
+    all_of,
+    always,
+    no_replicas,
+    one_forward_one_backward,
+    several_batches,
+    several_microbatches,
+    several_ranks,
+    several_replicas,
+    several_stages,
+    tied_over_stages,
+    uneven,
+)
 from impl.plants import Make
-from invariants.case import Case
 from invariants.target import Fault
-
-Applies = Callable[[Case], bool]
 
 
 @contextmanager
@@ -41,66 +53,6 @@ def fault(report: str, applies: Applies, changes: Mapping[str, Make]) -> Fault:
 def harmless(reason: str, applies: Applies, changes: Mapping[str, Make]) -> Fault:
     """A change that keeps every promise."""
     return Fault(reason, lambda: patched(changes), harmless=True, applies=applies)
-
-
-def always(_case: Case) -> bool:
-    """Whatever the case."""
-    return True
-
-
-def several_stages(case: Case) -> bool:
-    """Whether there is a pipeline."""
-    return case.topology.size("pp") > 1
-
-
-def several_replicas(case: Case) -> bool:
-    """Whether there is data parallelism."""
-    return case.topology.size("dp") > 1
-
-
-def several_microbatches(case: Case) -> bool:
-    """Whether a replica cuts its batch."""
-    return case.microbatches > 1
-
-
-def several_batches(case: Case) -> bool:
-    """Whether a step accumulates."""
-    return max(case.windows) > 1
-
-
-def uneven(case: Case) -> bool:
-    """Whether token counts differ."""
-    return case.mask != "full"
-
-
-def tied_over_stages(case: Case) -> bool:
-    """Whether two stages train one weight."""
-    return case.model.tied and several_stages(case) and 0 not in case.frozen
-
-
-def adaptive(case: Case) -> bool:
-    """Whether there is optimizer state."""
-    return case.optimizer.kind != "sgd"
-
-
-def all_of(*conditions: Applies) -> Applies:
-    """Whether all conditions hold."""
-    return lambda case: all(condition(case) for condition in conditions)
-
-
-def several_ranks(case: Case) -> bool:
-    """Whether anything is sent."""
-    return case.topology.world_size > 1
-
-
-def no_replicas(case: Case) -> bool:
-    """Whether there is no data parallelism."""
-    return not several_replicas(case)
-
-
-def one_forward_one_backward(case: Case) -> bool:
-    """Whether the schedule is 1F1B."""
-    return case.schedule == "1f1b"
 
 
 FAULTS: Mapping[str, Fault] = {
