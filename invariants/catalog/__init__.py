@@ -1,6 +1,10 @@
 """The built-in invariants, one file a promise."""
 
+from invariants.catalog.checkpoint_identical import checkpoint_identical
+from invariants.catalog.checkpoint_resume import checkpoint_resume
 from invariants.catalog.gradients_reference import gradients_reference
+from invariants.catalog.loss_finite import loss_finite
+from invariants.catalog.optimizer_sharded import optimizer_sharded
 from invariants.catalog.parameters_reference import parameters_reference
 from invariants.catalog.replicas_agree import replicas_agree
 from invariants.catalog.schedule_activations import schedule_activations
@@ -12,7 +16,11 @@ BUILT_IN: tuple[Invariant, ...] = (
     schedule_bubble,
     schedule_activations,
     schedule_deadlock_free,
+    loss_finite,
     replicas_agree,
     gradients_reference,
     parameters_reference,
+    optimizer_sharded,
+    checkpoint_identical,
+    checkpoint_resume,
 )

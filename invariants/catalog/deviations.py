@@ -20,7 +20,6 @@ def beyond(deviations: Iterable[Deviation], what: str) -> Iterator[Violation]:
             continue
         else:
             observed = repr(seen.observed)
-        excess = seen.error / seen.tolerance if seen.tolerance and math.isfinite(seen.error) else math.inf
         yield Violation(
             f"{what}, element {seen.index}, tolerance {seen.tolerance:.3g}",
             repr(seen.expected),
@@ -28,5 +27,10 @@ def beyond(deviations: Iterable[Deviation], what: str) -> Iterator[Violation]:
             rank=seen.rank if seen.rank >= 0 else None,
             step=seen.step,
             tensor=seen.name,
-            excess=excess,
+            excess=excess(seen.error, seen.tolerance),
         )
+
+
+def excess(error: float, tolerance: float) -> float:
+    """The error as a multiple of its tolerance."""
+    return error / tolerance if tolerance and math.isfinite(error) else math.inf

@@ -1,0 +1,126 @@
+"""optimizer.sharded: optimizer state takes the memory that its layout promises, and nothing is lost or held twice.
+
+It counts the tensors that the target says it holds, not a library's own buffers or what an allocator rounds up.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
+
+from invariants.catalog.places import span
+from invariants.catalog.sharding import Segment, Stage, elements, key_of, misplaced, stages
+from invariants.evidence import Evidence, Owned, Section
+from invariants.invariant import NotApplicable, Violation, invariant
+
+MOMENTS = {"adam": 2, "adamw": 2, "sgd": 0}
+"""Tensors of state for each parameter, in the precision of the case; momentum of SGD is 0."""
+BYTES = {"float32": 4, "float64": 8}
+MASTER_BYTES = 4
+
+
+@invariant("optimizer.sharded", needs=[Section.OPTIMIZER])
+def optimizer_sharded(evidence: Evidence) -> Iterator[Violation]:
+    """Bytes of optimizer state on each rank are those of the promised layout, per stage and over trained parameters:
+    8 (Adam in float32) x sum over groups of ceil(P_g/D) for flat shards; shards are disjoint and cover.
+
+    Padding counts, step counters do not. Source: ZeRO, arXiv:1910.02054, section 5.1 (P_os).
+    """
+    case, promises = evidence.case, evidence.promises
+    moments = MOMENTS[case.optimizer.kind]
+    tensors = moments + promises.masters
+    element = moments * BYTES[case.precision] + promises.masters * MASTER_BYTES
+    found = tuple(stages(evidence))
+    if not any(stage.trained for stage in found):
+        raise LookupError("no trained parameter was recorded")
+    if not tensors and not any(stage.state for stage in found):
+        raise NotApplicable(f"{case.optimizer.kind} without momentum keeps no state")
+    for stage in found:
+        keys = sorted({key_of(piece) for piece in stage.state})
+        if stage.trained and len(keys) != tensors:
+            observed = f"{len(keys)}: {', '.join(keys) or 'none'}"
+            yield Violation("tensors of state for each parameter", str(tensors), observed, stage=stage.index)
+        yield from _places(stage, promises.layout)
+        yield from _sizes(stage, _promised(stage, evidence), element)
+        if promises.layout == "whole-parameter":
+            yield from _bounded(stage, element)
+
+
+def _places(stage: Stage, layout: str) -> Iterator[Violation]:
+    """What lies where it should not, or not where it should; replicas are looked at one by one."""
+    scopes = [(rank,) for rank in stage.ranks] if layout == "replicated" else [stage.ranks]
+    for ranks in scopes:
+        trained = [piece for piece in stage.trained if piece.rank in ranks]
+        state = [piece for piece in stage.state if piece.rank in ranks]
+        wrong = list(misplaced(trained, state))
+        yield from (_misplaced(segment, stage.index, ranks) for segment in wrong)
+        if layout == "whole-parameter" and not wrong:
+            yield from _split(stage)
+
+
+def _misplaced(segment: Segment, stage: int, ranks: Sequence[int]) -> Violation:
+    expected = f"held once by {_ranks(ranks)}" if segment.trained else "no state, for it is not trained there"
+    observed = f"held by {_ranks(segment.holders)}" if segment.holders else "held by none"
+    rank = segment.holders[-1] if segment.holders else None
+    what = f"{segment.key}, {span(segment.lo, segment.hi)}"
+    return Violation(what, expected, observed, rank=rank, stage=stage, tensor=segment.name)
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+
+
+def _split(stage: Stage) -> Iterator[Violation]:
+    holders: dict[str, set[int]] = defaultdict(set)
+    for piece in stage.state:
+        if piece.lo < piece.hi:
+            holders[piece.name].add(piece.rank)
+    for name, ranks in holders.items():
+        if len(ranks) > 1:
+            observed = f"on {_ranks(sorted(ranks))}"
+            yield Violation("state of one parameter", "whole on one rank", observed, stage=stage.index, tensor=name)
+
+
+def _promised(stage: Stage, evidence: Evidence) -> list[tuple[int, str]]:
+    """Elements of each state tensor that each rank is to hold, padding included, and how they are counted."""
+    layout, alignment, replicas = evidence.promises.layout, evidence.promises.alignment, len(stage.ranks)
+    if layout == "replicated":
+        everything = sum(elements(stage.trained).values())
+        return [(everything, f"{everything} trained elements")] * replicas
+    if layout == "whole-parameter":
+        owned = [sum(elements(p for p in stage.state if p.rank == rank).values()) for rank in stage.ranks]
+        return [(count, f"{count} elements of whole parameters") for count in owned]
+    groups: dict[int, list[Owned]] = defaultdict(list)
+    for piece in stage.state:
+        groups[piece.group].append(piece)
+    sizes = [sum(elements(groups[group]).values()) for group in sorted(groups)]
+    shard = sum(alignment * -(-size // (replicas * alignment)) for size in sizes)
+    times, unit = (f"{alignment} " if alignment > 1 else ""), replicas * alignment
+    return [(shard, " + ".join(f"{times}ceil({size}/{unit})" for size in sizes) or "0 elements")] * replicas
+
+
+def _sizes(stage: Stage, promised: Sequence[tuple[int, str]], element: int) -> Iterator[Violation]:
+    for rank, size, (count, formula) in zip(stage.ranks, stage.sizes, promised, strict=True):
+        expected = element * count
+        if size != expected:
+            yield Violation(
+                "bytes of optimizer state",
+                f"{expected} = {element} x ({formula})",
+                str(size),
+                rank=rank,
+                stage=stage.index,
+                excess=abs(size - expected) / expected if expected else float("inf"),
+            )
+
+
+def _bounded(stage: Stage, element: int) -> Iterator[Violation]:
+    """At most P/D + the largest parameter: what assigning each parameter to the emptiest rank gives in any order."""
+    sizes = elements(stage.trained).values()
+    everything, largest, replicas = sum(sizes), max(sizes, default=0), len(stage.ranks)
+    limit = element * (Fraction(everything, replicas) + largest)
+    for rank, size in zip(stage.ranks, stage.sizes, strict=True):
+        if size > limit:
+            expected = f"at most {float(limit):g} = {element} x ({everything}/{replicas} + {largest})"
+            what, excess = "bytes of optimizer state", float(size / limit) if limit else float("inf")
+            yield Violation(what, expected, str(size), rank=rank, stage=stage.index, excess=excess)
