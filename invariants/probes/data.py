@@ -9,7 +9,7 @@ from invariants.target import Feeds, GlobalBatch, Target, Window
 
 
 def window_of(target: Target, case: Case, step: int) -> Window:
-    """The window of optimizer step `step`, counted from 0: the target's own where it feeds itself, else random tokens."""
+    """The window of optimizer step `step`, counted from 0: the target's own, else random tokens."""
     if isinstance(target, Feeds):
         return target.window(case, step)
     return [_batch(case, step, index) for index in range(case.windows[step])]

@@ -13,7 +13,6 @@ import json
 import random
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -21,46 +20,16 @@ import torch
 
 from invariants.case import Case, Save
 from invariants.errors import Refused, UsageError
-from invariants.evidence import Owned, Print, Snapshot, StagePeak, State
+from invariants.evidence import Print, Snapshot, State
 from invariants.probes.activations import Activations
 from invariants.probes.data import window_of
 from invariants.probes.pieces import dump, owned_of, pieces_of, prints_of
+from invariants.probes.records import Built, Stepped, Trained
 from invariants.target import Closes, Counts, HasFaults, Kind, Moment, Pipelines, Saves, Target, Trainer
 from invariants.world.context import RankContext
 
-BEFORE, REDUCED = "before", "reduced"
-"""Names of dumps: parameters before a step, and gradients in it."""
-
-
-@dataclass(frozen=True)
-class Built:
-    """How `build` went: refused, not the target's case at all, or ready, with the rank's row of the schedule."""
-
-    refused: str | None = None
-    mistake: str | None = None
-    row: tuple[str, ...] | None = None
-    saves: bool = False
-
-
-@dataclass(frozen=True)
-class Stepped:
-    """What a step showed: `loss` as reported; whether all parameters are finite; whether it was skipped."""
-
-    step: int
-    loss: float | None
-    finite: bool
-    skipped: bool
-
-
-@dataclass
-class Trained:
-    """What one rank recorded over the whole history, or over what was left of it after a load."""
-
-    steps: list[Stepped] = field(default_factory=list)
-    peaks: list[StagePeak] = field(default_factory=list)
-    snapshots: list[Snapshot] = field(default_factory=list)
-    owned: list[Owned] = field(default_factory=list)
-    state: State | None = None
+PARAMETERS, GRADIENTS = "parameters", "gradients"
+"""Names of dumps: parameters after a number of steps, and gradients as reduced in the step that follows."""
 
 
 def build(context: RankContext, target: Target, case: Case, fault: str | None) -> Built:
@@ -85,10 +54,11 @@ def build(context: RankContext, target: Target, case: Case, fault: str | None) -
 def train(context: RankContext, folder: Path) -> Trained:
     """Run the history from its start; checkpoint and dumps go into `folder`."""
     session: Session = context.state["session"]
-    session.snapshot(0)
+    session.folder = folder
+    session.snapshot()
     for operation in session.case.history:
         if not isinstance(operation, Save):
-            session.step(folder)
+            session.step()
         elif isinstance(session.trainer, Saves):
             session.record_state()
             session.trainer.save(folder / "checkpoint")
@@ -103,11 +73,11 @@ def resume(context: RankContext, folder: Path, checkpoint: Path) -> Trained:
     assert isinstance(session.trainer, Saves)
     _seed(7919 * (context.rank + 1))
     session.trainer.load(checkpoint)
-    session.done, session.loaded = session.case.save_after, True
+    session.folder, session.done, session.loaded = folder, session.case.save_after, True
     session.record_state()
-    session.snapshot(session.done)
+    session.snapshot()
     while session.done < len(session.case.windows):
-        session.step(folder)
+        session.step()
     return session.recorded
 
 
@@ -126,20 +96,20 @@ class Session:
         self.context, self.target, self.case, self.trainer = context, target, case, trainer
         self.activations = Activations(trainer.stages() if isinstance(trainer, Pipelines) else ())
         self.recorded = Trained()
+        self.folder = Path()
         self.done = 0
         self.loaded = False
 
-    def step(self, folder: Path) -> None:
+    def step(self) -> None:
         """Train on the next window."""
-        _draw(self.context.rank)
-        rank, number = self.context.rank, self.done
-        dump(dump_path(folder, BEFORE, number, rank), self.trainer.held(Kind.PARAMETER))
+        rank = self.context.rank
+        _draw(rank)
 
         def observe(moment: Moment) -> None:
             if moment is Moment.REDUCED:
-                dump(dump_path(folder, REDUCED, number, rank), self.trainer.held(Kind.GRADIENT))
+                dump(dump_path(self.folder, GRADIENTS, self.done, rank), self.trainer.held(Kind.GRADIENT))
 
-        window = window_of(self.target, self.case, number)
+        window = window_of(self.target, self.case, self.done)
         with self.activations.watching():
             result = self.trainer.step(window, observe)
         self.done += 1
@@ -150,13 +120,14 @@ class Session:
         )
         self.recorded.steps.append(Stepped(self.done, result.loss, finite, result.skipped))
         self.recorded.peaks += self.activations.peaks(rank, self.done)
-        self.snapshot(self.done)
-        dump(dump_path(folder, BEFORE, self.done, rank), self.trainer.held(Kind.PARAMETER))
+        self.snapshot()
 
-    def snapshot(self, step: int) -> None:
-        """Record the digests of all parameters."""
+    def snapshot(self) -> None:
+        """Record all parameters, by digest and by value."""
+        rank = self.context.rank
         prints = prints_of(self.trainer.held(Kind.PARAMETER))
-        self.recorded.snapshots.append(Snapshot(self.context.rank, step, self.loaded, prints))
+        self.recorded.snapshots.append(Snapshot(rank, self.done, self.loaded, prints))
+        dump(dump_path(self.folder, PARAMETERS, self.done, rank), self.trainer.held(Kind.PARAMETER))
 
     def record_state(self) -> None:
         """Record what a checkpoint must give back."""

@@ -1,0 +1,129 @@
+"""What the dumps of all ranks say beside the reference; runs in a world of one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from invariants.case import Case
+from invariants.evidence import Deviation
+from invariants.probes.data import window_of
+from invariants.probes.records import Analysis, Expected
+from invariants.probes.reference import DTYPES, Reference, ReferenceOptimizer
+from invariants.probes.session import GRADIENTS, PARAMETERS
+from invariants.probes.whole import Values, Whole, compare, gather, largest, tolerances, unit_roundoff
+from invariants.target import Target
+from invariants.world.context import RankContext
+
+ADAM_EPS = 1e-8
+
+
+def analyse(
+    context: RankContext, target: Target, case: Case, trained: Path, resumed: Path | None, skipped: frozenset[int]
+) -> Analysis:
+    """Compare each step of the run that dumped into `trained`, and of the one into `resumed`, with the reference.
+
+    `skipped` are the steps, counted from 1, in which no rank updates.
+    """
+    judge = Judge(context, target, case, skipped)
+    analysis = Analysis()
+    steps = len(case.windows)
+    for step in range(steps):
+        if step == case.save_after:
+            judge.mark()
+        judge.step(trained, step, analysis, resumed=False)
+    if case.precision == "float64":
+        analysis.trajectory = judge.trajectory(trained)
+    if resumed is not None and case.save_after is not None and analysis.gradients is not None:
+        judge.back_to_mark()
+        later = Analysis()
+        for step in range(case.save_after, steps):
+            judge.step(resumed, step, later, resumed=True)
+        analysis.resumed = [*(later.gradients or ()), *(later.updates or ())]
+    return analysis
+
+
+class Judge:
+    """The references of one case, and the optimizers' state that they carry from step to step."""
+
+    def __init__(self, context: RankContext, target: Target, case: Case, skipped: frozenset[int]) -> None:
+        self.context, self.target, self.case, self.skipped = context, target, case, skipped
+        self.dtype = DTYPES[case.precision]
+        self.exact = Reference(target, case, context, decomposed=False)
+        self.rounded = Reference(target, case, context, decomposed=True)
+        trained, dtypes = self.exact.trained, (torch.float64, self.dtype)
+        self.optimizers = [ReferenceOptimizer(case.optimizer, trained, dtype) for dtype in dtypes]
+        self.largest_gradient = 0.0
+
+    def mark(self) -> None:
+        """Remember the optimizers' state at the save."""
+        self._marked = [optimizer.state() for optimizer in self.optimizers]
+
+    def back_to_mark(self) -> None:
+        """Go back to it."""
+        for optimizer, state in zip(self.optimizers, self._marked, strict=True):
+            optimizer.restore(state)
+
+    def step(self, folder: Path, step: int, analysis: Analysis, *, resumed: bool) -> None:
+        """Judge one step, at the parameters and with the gradients that the ranks had."""
+        before, after = (self._gather(folder, PARAMETERS, step + offset) for offset in (0, 1))
+        gradients = gather(folder, GRADIENTS, step, self.case.topology.world_size)
+        start = {name: whole.values for name, whole in before.items()}
+        exact = self._at(self.exact, start, step)
+        rounded = self._at(self.rounded, start, step)
+        floor = 16 * unit_roundoff(self.dtype) * max(1.0, abs(exact[0]))
+        tolerance = max(8 * abs(rounded[0] - exact[0]), floor)
+        analysis.losses.append(Expected(step + 1, exact[0], tolerance))
+        self.largest_gradient = max(self.largest_gradient, largest(exact[1].values()))
+        if gradients is None or analysis.gradients is None or analysis.updates is None:
+            analysis.gradients = analysis.updates = None
+            return
+        limits = tolerances(exact[1], rounded[1], self.dtype)
+        analysis.gradients += compare(gradients, exact[1], limits, step + 1, resumed=resumed)
+        analysis.updates += self._updates(start, gradients, after, step + 1, resumed)
+
+    def _at(self, reference: Reference, parameters: Values, step: int) -> tuple[float, dict[str, Tensor]]:
+        reference.set(parameters)
+        return reference.step(window_of(self.target, self.case, step))
+
+    def _gather(self, folder: Path, moment: str, step: int) -> dict[str, Whole]:
+        found = gather(folder, moment, step, self.case.topology.world_size)
+        assert found is not None  # every rank writes them, or has failed
+        return found
+
+    def _updates(
+        self, start: Values, gradients: Mapping[str, Whole], after: Mapping[str, Whole], step: int, resumed: bool
+    ) -> list[Deviation]:
+        expected, rounded = dict(start), dict(start)
+        if step not in self.skipped:
+            observed = {name: whole.values if whole.present else None for name, whole in gradients.items()}
+            for optimizer, values in zip(self.optimizers, (expected, rounded), strict=True):
+                values.update(optimizer.update(start, observed))
+        limits = tolerances(expected, rounded, self.dtype)
+        limits.update((name, 0.0) for name in start.keys() - set(self.exact.trained))
+        return list(compare(after, expected, limits, step, resumed=resumed))
+
+    def trajectory(self, folder: Path) -> list[Deviation]:
+        """Judge parameters after each step against a reference that went its own way from the first ones."""
+        found: list[Deviation] = []
+        first = {name: whole.values for name, whole in self._gather(folder, PARAMETERS, 0).items()}
+        free = Reference(self.target, self.case, self.context, decomposed=False)
+        optimizer = ReferenceOptimizer(self.case.optimizer, free.trained, torch.float64)
+        parameters = dict(first)
+        for step in range(len(self.case.windows)):
+            _, gradients = self._at(free, parameters, step)
+            if step + 1 not in self.skipped:
+                parameters.update(optimizer.update(parameters, gradients))
+            limit = self._drift(step + 1, largest(parameters.values()))
+            after = self._gather(folder, PARAMETERS, step + 1)
+            found += compare(after, parameters, dict.fromkeys(parameters, limit), step + 1, resumed=False)
+        return found
+
+    def _drift(self, steps: int, size: float) -> float:
+        """How far rounding can carry right code: Adam divides by as little as its eps, and so multiplies an error."""
+        unit = 16 * unit_roundoff(self.dtype)
+        gain = 1.0 if self.case.optimizer.kind == "sgd" else 1 / ADAM_EPS
+        return steps * unit * (size + 2 * self.case.optimizer.lr * self.largest_gradient * gain)
