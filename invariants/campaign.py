@@ -69,11 +69,10 @@ def plan(target: Target, count: int, seed: int, max_world: int = MAX_WORLD) -> t
 class Judgement:
     """What a campaign says of one invariant.
 
-    `violated` beats `unknown` beats `holds` (of one case at least) beats `known` beats `refused` beats `not applicable`.
-    `reason` is one line, for all but `holds`. `counts` has the planned cases by status of their verdicts, those that
-    are `known` counted as that. `verdict` is, for `violated`, of the shrunk case; for `unknown`, of the first such case.
-    `known` has the entries that covered something, each with the number of its planned cases. `extra_runs` were made to
-    shrink.
+    `violated` beats `unknown` beats `holds` (of one case at least) beats `known` beats `refused` beats `not
+    applicable`. `reason` is one line, for all but `holds`. `counts` has the planned cases by status, those that are
+    `known` counted as that. `verdict` is that of the shrunk case for `violated`, of the first such case for `unknown`.
+    `known` has the entries that covered planned cases, and how many. `extra_runs` were made to shrink.
     """
 
     invariant: str
@@ -277,7 +276,6 @@ def _draw_into(visit: Callable[[Case], None], target: Target, seed: int, databas
     from hypothesis import HealthCheck, Phase, Verbosity, given, settings
     from hypothesis import seed as seeded
 
-    @seeded(seed)
     @settings(
         phases=[Phase.reuse, Phase.shrink],
         database=database,
@@ -289,6 +287,7 @@ def _draw_into(visit: Callable[[Case], None], target: Target, seed: int, databas
         suppress_health_check=list(HealthCheck),
         backend="hypothesis",
     )
+    @seeded(seed)  # inside the settings: it takes their database away
     @given(target.cases())
     def draw(case: Case) -> None:
         if not isinstance(case, Case):
