@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from fractions import Fraction
 
 from invariants.catalog.places import span
-from invariants.catalog.sharding import Segment, Stage, elements, key_of, misplaced, stages
+from invariants.catalog.sharding import Segment, Stage, elements, misplaced, stages
 from invariants.evidence import Evidence, Owned, Section
 from invariants.invariant import NotApplicable, Violation, invariant
 
@@ -37,9 +37,8 @@ def optimizer_sharded(evidence: Evidence) -> Iterator[Violation]:
     if not tensors and not any(stage.state for stage in found):
         raise NotApplicable(f"{case.optimizer.kind} without momentum keeps no state")
     for stage in found:
-        keys = sorted({key_of(piece) for piece in stage.state})
-        if stage.trained and len(keys) != tensors:
-            observed = f"{len(keys)}: {', '.join(keys) or 'none'}"
+        if stage.trained and len(stage.keys) != tensors:
+            observed = f"{len(stage.keys)}: {', '.join(stage.keys) or 'none'}"
             yield Violation("tensors of state for each parameter", str(tensors), observed, stage=stage.index)
         yield from _places(stage, promises.layout)
         yield from _sizes(stage, _promised(stage, evidence), element)
@@ -53,7 +52,7 @@ def _places(stage: Stage, layout: str) -> Iterator[Violation]:
     for ranks in scopes:
         trained = [piece for piece in stage.trained if piece.rank in ranks]
         state = [piece for piece in stage.state if piece.rank in ranks]
-        wrong = list(misplaced(trained, state))
+        wrong = list(misplaced(trained, state, stage.keys))
         yield from (_misplaced(segment, stage.index, ranks) for segment in wrong)
         if layout == "whole-parameter" and not wrong:
             yield from _split(stage)

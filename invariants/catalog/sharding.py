@@ -23,6 +23,11 @@ class Stage:
     state: tuple[Owned, ...]
     sizes: tuple[int, ...]
 
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """State keys that any of the ranks holds, in alphabetical order."""
+        return tuple(sorted({key_of(piece) for piece in self.state}))
+
 
 @dataclass(frozen=True)
 class Segment:
@@ -70,9 +75,8 @@ def elements(pieces: Iterable[Owned]) -> dict[str, int]:
     return covered
 
 
-def misplaced(trained: Sequence[Owned], state: Sequence[Owned]) -> Iterator[Segment]:
+def misplaced(trained: Sequence[Owned], state: Sequence[Owned], keys: Sequence[str]) -> Iterator[Segment]:
     """What is not held exactly once where it is trained, and not at all where it is not, by name and state key."""
-    keys = sorted({key_of(piece) for piece in state})
     for name in dict.fromkeys(piece.name for piece in (*trained, *state)):
         whole = [piece for piece in trained if piece.name == name]
         for key in keys:
