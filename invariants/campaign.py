@@ -37,8 +37,9 @@ Progress = Callable[[int, int], None]
 def plan(target: Target, count: int, seed: int, max_world: int = MAX_WORLD) -> tuple[Case, ...]:
     """Draw at most `count` different cases of the target, of at most `max_world` ranks each; nothing is run.
 
-    The same arguments give the same cases in every process, and global random generators keep their state. Fewer than
-    `count` come from a domain that is smaller. `UsageError` where none is left, or the target's `cases` fails.
+    The same arguments give the same cases in every process, a larger `count` adds to the cases of a smaller one, and
+    global random generators keep their state. Fewer than `count` come from a domain that is smaller. `UsageError` where
+    none is left, or the target's `cases` fails.
     """
     if count < 1:
         raise UsageError(f"cases={count}: expected 1 or more")

@@ -188,10 +188,11 @@ def _value(node: ast.expr, facts: Mapping[str, object]) -> Any:
             return literal
         case ast.Tuple(elts=elements) | ast.List(elts=elements):
             return [value(element) for element in elements]
-        case ast.BoolOp(op=ast.And(), values=parts):
-            return all(value(part) for part in parts)
-        case ast.BoolOp(op=ast.Or(), values=parts):
-            return any(value(part) for part in parts)
+        case ast.BoolOp(op=op, values=[*parts, last]):
+            for part in parts:
+                if bool(seen := value(part)) is isinstance(op, ast.Or):
+                    return seen
+            return value(last)
         case ast.UnaryOp(op=ast.Not(), operand=operand):
             return not value(operand)
         case ast.UnaryOp(op=ast.USub(), operand=operand):
