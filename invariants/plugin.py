@@ -2,4 +2,4 @@
 
 from __future__ import annotations
 
-pytest_plugins = ("invariants.world.fixtures",)
+pytest_plugins = ("invariants.world.fixtures", "invariants.suite_plugin")

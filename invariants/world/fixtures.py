@@ -6,6 +6,7 @@ import functools
 import math
 import os
 from collections.abc import Callable, Generator, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -67,24 +68,30 @@ def _seconds(name: str, value: Any) -> float:
 
 
 class Worlds:
-    """What the fixture `worlds` is: worlds by size, of the session's pool."""
+    """What the fixture `worlds` is: worlds by size, of `pool`, the session's."""
 
     def __init__(self, pool: WorldPool) -> None:
-        self._pool = pool
+        self.pool = pool
 
     def __call__(self, size: int) -> World:
         """The warm world of `size` ranks; skips the test where the backend cannot have it."""
         self._skip_lacking(size)
-        return self._pool.get(size)
+        return self.pool.get(size)
 
     def fresh(self, size: int) -> World:
         """A world of new processes; close it, or leave it to the end of the session."""
         self._skip_lacking(size)
-        return self._pool.fresh(size)
+        return self.pool.fresh(size)
 
     def _skip_lacking(self, size: int) -> None:
-        if reason := self._pool.lacking(size):
+        if reason := self.pool.lacking(size):
             pytest.skip(reason)
+
+
+def shared_folder(config: pytest.Config, factory: pytest.TempPathFactory) -> Path:
+    """The session's temporary folder that all workers of xdist share."""
+    base = factory.getbasetemp()
+    return base.parent if hasattr(config, "workerinput") else base
 
 
 @pytest.fixture(scope="session")
@@ -92,12 +99,12 @@ def worlds(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     """A factory of worlds: `worlds(4)` is warm and reused, `worlds.fresh(4)` has new processes."""
     from invariants.world.pool import WorldPool
 
-    config, base = request.config, tmp_path_factory.getbasetemp()
+    config, workers_share = request.config, shared_folder(request.config, tmp_path_factory)
     pool = WorldPool(
-        base,
+        tmp_path_factory.getbasetemp(),
         backend=config.getoption("--backend"),
         deadline_s=config.stash[_deadline_s],
-        slots=base.parent if hasattr(config, "workerinput") else None,  # xdist's workers share it
+        slots=workers_share if hasattr(config, "workerinput") else None,
         preload=PRELOAD,
     )
     with pool:
