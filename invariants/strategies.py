@@ -103,3 +103,28 @@ def cases(
         history=draw(histories(max_window)),
         seed=draw(st.integers(0, 999)),
     )
+
+
+@st.composite
+def data_parallel_cases(
+    draw: st.DrawFn,
+    *,
+    max_world: int = 4,
+    batch_sizes: Sequence[int] = (1, 2, 3),
+    precisions: Sequence[Precision] = ("float64", "float32"),
+    optimizers: Sequence[OptimizerKind] = ("adam",),
+    max_window: int = 2,
+) -> Case:
+    """Cases of training with replicas and no pipeline, for targets with a model and, by `Feeds`, data of their own.
+
+    Each replica's share of a batch has one of `batch_sizes` samples; weight decay is 0.
+    """
+    return Case(
+        topology=Topology.of(dp=draw(st.integers(1, max_world))),
+        schedule="none",
+        microbatch_size=draw(st.sampled_from(list(batch_sizes))),
+        precision=draw(st.sampled_from(list(precisions))),
+        optimizer=OptimizerSpec(draw(st.sampled_from(list(optimizers)))),
+        history=draw(histories(max_window)),
+        seed=draw(st.integers(0, 999)),
+    )

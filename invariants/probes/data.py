@@ -11,8 +11,17 @@ from invariants.target import Feeds, GlobalBatch, Target, Window
 def window_of(target: Target, case: Case, step: int) -> Window:
     """The window of optimizer step `step`, counted from 0: the target's own, else random tokens."""
     if isinstance(target, Feeds):
-        return target.window(case, step)
+        return list(target.window(case, step))
     return [_batch(case, step, index) for index in range(case.windows[step])]
+
+
+def in_precision(window: Window, dtype: torch.dtype) -> Window:
+    """The same window; inputs and targets that are no integers in `dtype`."""
+
+    def cast(values: torch.Tensor) -> torch.Tensor:
+        return values.to(dtype) if values.is_floating_point() else values
+
+    return [GlobalBatch(cast(batch.tokens), cast(batch.targets), batch.mask) for batch in window]
 
 
 def _batch(case: Case, step: int, index: int) -> GlobalBatch:

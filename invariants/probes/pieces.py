@@ -63,7 +63,9 @@ def _ranges(part: Held, size: int) -> list[tuple[int, int, int]]:
     if part.slices is None:
         return [(0, size, 0)]
     index = torch.arange(size).view(part.global_shape)[tuple(slice(a, b) for a, b in part.slices)].reshape(-1)
-    starts = [0, *((index.diff() != 1).nonzero().flatten() + 1).tolist()] if index.numel() else []
+    if not index.numel():
+        return []
+    starts = [0, *((index.diff() != 1).nonzero().flatten() + 1).tolist()]
     ends = [*starts[1:], index.numel()]
     return [(int(index[a]), int(index[a]) + b - a, a) for a, b in zip(starts, ends, strict=True) if b > a]
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from invariants.case import Case, OptimizerSpec, Topology
 from invariants.errors import UsageError
+from invariants.probes.data import in_precision
 from invariants.probes.pieces import pieces_of
 from invariants.probes.whole import Values
 from invariants.target import HasReference, Held, Kind, Moment, Target, Trainer, Window
@@ -31,6 +32,7 @@ class Reference:
     """
 
     def __init__(self, target: Target, case: Case, context: RankContext, *, decomposed: bool) -> None:
+        self.dtype = DTYPES[case.precision] if decomposed else torch.float64
         self.trainer: Trainer
         if isinstance(target, HasReference):
             self.trainer = target.reference(case if decomposed else case.single(), context)
@@ -67,7 +69,7 @@ class Reference:
             if moment is Moment.REDUCED:
                 gradients.update(_flat(self.trainer.held(Kind.GRADIENT)))
 
-        loss = self.trainer.step(window, observe).loss
+        loss = self.trainer.step(in_precision(window, self.dtype), observe).loss
         if loss is None:
             raise UsageError("reference: its step reports no loss; a single process knows it")
         trained = {held.name: held for held in self.trainer.held(Kind.PARAMETER) if held.trainable}

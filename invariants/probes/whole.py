@@ -76,7 +76,8 @@ def compare(
         covered = torch.zeros(values.numel(), dtype=torch.bool) if whole is None else whole.covered
         present = [place.held(rank, piece, values.double()) for rank, piece in pieces if piece.hi > piece.lo]
         lacking = [] if covered.all() else [place.lacking(-1, values.double().masked_fill(covered, 0))]
-        yield from sorted([*present, *lacking], key=lambda seen: seen.error)[-1:]
+        # On a tie the rank that says that it lacks the element, not the world that has none.
+        yield from sorted([*lacking, *present], key=lambda seen: seen.error)[-1:]
 
 
 @dataclass(frozen=True)

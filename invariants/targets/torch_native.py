@@ -6,6 +6,8 @@ Importing this module imports no torch: the controller reads `target` too.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from invariants.errors import UsageError
@@ -32,10 +34,17 @@ class TorchTarget:
     promises = Promises(layout="whole-parameter", resume="tolerance")
 
     def cases(self) -> SearchStrategy[Case]:
-        """Both schedules, untied heads."""
+        """Both schedules, untied heads; shapes given to `PipelineStage`, or, in one case of four, left to it."""
+        from hypothesis import strategies as st
+
         from invariants.strategies import cases
 
-        return cases(schedules=_SCHEDULES, ties=(False,))
+        options = st.sampled_from([(), (), (), (("shapes", "inferred"),)])
+        return st.builds(replace, cases(schedules=_SCHEDULES, ties=(False,)), options=options)
+
+    def known(self) -> Path:
+        """What is known of torch 2.13."""
+        return Path(__file__).with_name("torch_known.toml")
 
     def build(self, case: Case, rank: RankContext) -> Trainer:
         """Refuses what torch refuses, in its words; a case outside the domain is a `UsageError`."""
