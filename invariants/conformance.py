@@ -42,9 +42,7 @@ def check_invariant(
     samples: dict[Status, Sequence[Evidence]] = {"holds": holds, "violated": violated}
     for status, given in samples.items():
         if not given:
-            raise UsageError(
-                f"check_invariant: {name}=[]: expected one evidence at least on which {invariant.id} {name}"
-            )
+            raise UsageError(f"check_invariant: {status}=[]: expected evidence of which {invariant.id} says {status!r}")
         for index, evidence in enumerate(given):
             _check_sample(invariant, evidence, status, f"{invariant.id} on {status}[{index}]")
     _check_registered(invariant, config)
@@ -93,6 +91,7 @@ def _check_registered(invariant: Invariant, config: pytest.Config | None) -> Non
 
 
 def _demand(met: bool, problem: str) -> None:
+    __tracebackhide__ = True
     if not met:
         raise AssertionError(problem)
 

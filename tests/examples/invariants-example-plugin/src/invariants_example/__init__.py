@@ -1,0 +1,1 @@
+"""An invariant for pytest-invariants."""
