@@ -59,7 +59,8 @@ def _places(stage: Stage, layout: str) -> Iterator[Violation]:
 
 
 def _misplaced(segment: Segment, stage: int, ranks: Sequence[int]) -> Violation:
-    expected = f"held once by {_ranks(ranks)}" if segment.trained else "no state, for it is not trained there"
+    once = f"held by {'one of ' if len(ranks) > 1 else ''}{_ranks(ranks)}"
+    expected = once if segment.trained else "no state, for it is not trained there"
     observed = f"held by {_ranks(segment.holders)}" if segment.holders else "held by none"
     rank = segment.holders[-1] if segment.holders else None
     what = f"{segment.key}, {span(segment.lo, segment.hi)}"

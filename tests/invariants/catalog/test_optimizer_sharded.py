@@ -190,7 +190,7 @@ def test_shards_that_leave_a_gap_and_overlap_name_ranks_and_elements():
     pieces = [*shards, *(parameter(rank, "w", 6) for rank in (0, 1))]
     verdict = optimizer_sharded.judge(recorded(pieces, dp=2))
     assert [(v.what, v.rank, v.tensor, v.expected, v.observed) for v in verdict.violations] == [
-        (f"{key}, {elements}", rank, "w", "held once by ranks 0, 1", observed)
+        (f"{key}, {elements}", rank, "w", "held by one of ranks 0, 1", observed)
         for key in ADAM
         for elements, rank, observed in (
             ("element 2", 1, "held by ranks 0, 1"),
@@ -279,7 +279,7 @@ def test_a_replica_that_lacks_what_the_other_has():
     lacking = [each for each in pieces if (each.rank, each.state_key) != (1, "exp_avg_sq")]
     verdict = optimizer_sharded.judge(recorded(lacking, dp=2, layout="replicated"))
     assert [(v.what, v.expected, v.observed) for v in verdict.violations] == [
-        ("exp_avg_sq, elements 0 to 2", "held once by rank 1", "held by none"),
+        ("exp_avg_sq, elements 0 to 2", "held by rank 1", "held by none"),
         ("bytes of optimizer state", "24 = 8 x (3 trained elements)", "12"),
     ]
 
