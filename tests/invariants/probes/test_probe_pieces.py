@@ -1,5 +1,6 @@
 """Pieces lie where they say, whatever the form in which a trainer holds them."""
 
+import itertools
 import math
 
 import pytest
@@ -46,7 +47,7 @@ def test_pieces_hold_the_elements_that_they_name(drawn):
     for piece in pieces:
         assert torch.equal(piece.values, whole.flatten()[piece.lo : piece.hi])
     assert sum(piece.hi - piece.lo for piece in pieces) == held.tensor.numel()
-    assert all(a.hi < b.lo for a, b in zip(pieces, pieces[1:], strict=False)), "ranges that touch are one"
+    assert all(a.hi < b.lo for a, b in itertools.pairwise(pieces)), "ranges that touch are one"
     owned = list(owned_of([held], 3, "parameter"))
     assert sum(each.bytes for each in owned) == 8 * held.tensor.numel()
     assert {each.whole for each in owned} <= {whole.numel()}

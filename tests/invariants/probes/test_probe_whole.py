@@ -113,3 +113,11 @@ def test_tolerance_is_eight_times_the_same_arithmetics_error_above_the_floor(val
     assert found["w"] == max(8 * error, floor)
     assert unit_roundoff(torch.float32) == 2.0**-24
     assert unit_roundoff(torch.float64) == 2.0**-53
+
+
+def test_an_error_that_is_no_rounding_is_no_tolerance():
+    from invariants.errors import UsageError
+    from invariants.probes.whole import tolerances
+
+    with pytest.raises(UsageError, match="w in its own precision is far from itself in float64, by 1"):
+        tolerances({"w": tensor(1, 2)}, {"w": tensor(1, 3)}, tensor(1).dtype)
