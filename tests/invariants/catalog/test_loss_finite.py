@@ -4,7 +4,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from invariants.case import Case, Save, Step, Topology
@@ -43,6 +43,7 @@ def test_one_rank_and_one_step(reported, status):
     assert judge(loss(reported)).status == status
 
 
+@settings(deadline=None)
 @given(st.integers(1, 4), st.integers(1, 5), st.data())
 def test_ranks_that_do_not_know_are_silent_while_one_does(ranks, steps, data):
     knows = {step: data.draw(st.sets(st.integers(0, ranks - 1), min_size=1)) for step in range(1, steps + 1)}

@@ -4,7 +4,7 @@ from dataclasses import replace
 from itertools import chain
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from invariants.case import Case, OptimizerSpec, Topology
@@ -92,6 +92,7 @@ sizes = st.integers(1, 7)
 groups = st.lists(st.lists(sizes, min_size=1, max_size=4), max_size=2)
 
 
+@settings(deadline=None)
 @given(
     st.sampled_from(LAYOUTS),
     st.lists(groups, min_size=1, max_size=3),
@@ -112,6 +113,7 @@ def test_right_layouts_hold_over_their_domain(layout, stages, dp, alignment, kin
     assert status(pieces, pp=len(stages), dp=dp, layout=layout, **settings) == expected
 
 
+@settings(deadline=None)
 @given(st.sampled_from(LAYOUTS), st.lists(groups, min_size=1, max_size=2), st.integers(1, 4), st.data())
 def test_one_piece_that_is_lost_doubled_or_wide_is_found(layout, stages, dp, data):
     assume(any(stages))
@@ -132,6 +134,7 @@ def test_one_parameter_under_another_key(layout):
     assert status(pieces, dp=2, layout=layout) == "violated"
 
 
+@settings(deadline=None)
 @given(groups, st.integers(2, 4))
 def test_state_that_is_not_sharded_is_held_by_all_ranks(stage, dp):
     assume(stage)

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from invariants.case import Case, Topology
@@ -29,6 +29,7 @@ sizes = st.integers(1, 5)
 families = st.sampled_from(["gpipe", "1f1b"])
 
 
+@settings(deadline=None)
 @given(
     families, sizes, st.integers(1, 9), st.sampled_from(["receive-first", "even-first", "batched"]), st.integers(1, 2)
 )
@@ -41,6 +42,7 @@ def test_right_schedules_hold_in_every_safe_order(name, stages, microbatches, ho
     }
 
 
+@settings(deadline=None)
 @given(st.integers(2, 5), st.integers(2, 9))
 def test_every_stage_sends_before_it_receives(stages, microbatches):
     verdict = schedule_deadlock_free.judge(recorded("1f1b", stages, microbatches, "textbook"))
@@ -49,6 +51,7 @@ def test_every_stage_sends_before_it_receives(stages, microbatches):
     assert "waits to send" in verdict.first.observed
 
 
+@settings(deadline=None)
 @given(st.integers(2, 5), st.integers(0, 6))
 def test_gpipe_order_under_the_name_of_1f1b_holds_too_much(stages, more):
     microbatches = stages + 1 + more
@@ -106,6 +109,29 @@ def test_frozen_first_stages_need_no_gradient():
     assert schedule_deadlock_free.judge(Evidence("literal", case, Promises(), schedule=rows)).status == "holds"
     trained = replace(case, frozen=(1,))
     assert schedule_deadlock_free.judge(Evidence("literal", trained, Promises(), schedule=rows)).status == "violated"
+
+
+def test_messages_that_swap_their_places_are_found_though_the_schedule_ends():
+    first = "0F0 0F1 0SEND_F0 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1"
+    second = "1RECV_F1 1RECV_F0 1F0 1F1 1B0 1SEND_B0 1B1 1SEND_B1"
+    case = Case(topology=Topology.of(pp=2), microbatches=2)
+    swapped = Evidence("literal", case, Promises(), schedule=(tuple(first.split()), tuple(second.split())))
+    verdict = schedule_deadlock_free.judge(swapped)
+    assert {violation.expected for violation in verdict.violations} == {"each receive gets its message"}
+    in_order = replace(swapped, schedule=(swapped.schedule[0], ("1RECV_F0", "1RECV_F1", *swapped.schedule[1][2:])))
+    assert schedule_deadlock_free.judge(in_order).status == "holds"
+
+
+def test_where_everything_is_frozen_every_stage_is_taken_as_trained():
+    rows = (("0F0", "0SEND_F0", "0B0"), ("1RECV_F0", "1F0", "1B0"))
+    case = Case(topology=Topology.of(pp=2), split=(1, 3), frozen=(0, 1, 2, 3))
+    assert schedule_deadlock_free.judge(Evidence("literal", case, Promises(), schedule=rows)).status == "violated"
+
+
+@pytest.mark.parametrize("judged", JUDGES)
+def test_evidence_without_a_schedule_is_refused(judged):
+    with pytest.raises(LookupError, match="schedule was not recorded"):
+        list(judged.function(Evidence("literal", Case(), Promises())))
 
 
 @pytest.mark.parametrize("judged", [schedule_bubble, schedule_activations])
