@@ -1,8 +1,9 @@
 """One case on one rank: build, train, and, in fresh processes, load and go on; what is measured goes to the controller.
 
 A session lives in the rank's state between the calls. Values travel by files in a scratch folder, digests and sizes as
-results. Before each step the probes draw from torch's, Python's and numpy's generators, another number on each rank, so
-that a random state that is not saved differs after a load.
+results. Before each step the probes draw from torch's, Python's and numpy's generators, and before a load they seed
+them anew, so that a random state that is not restored differs. All ranks draw and seed alike: a trainer whose ranks
+rely on a common random state keeps it; without one, each rank's state is its own from the start of the world.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def resume(context: RankContext, folder: Path, checkpoint: Path) -> Trained:
     session: Session = context.state["session"]
     assert session.case.save_after is not None
     assert isinstance(session.trainer, Saves)
-    _seed(7919 * (context.rank + 1))
+    _seed(_UNLIKELY_SEED)
     session.trainer.load(checkpoint)
     session.folder, session.done, session.loaded = folder, session.case.save_after, True
     session.record_state()
@@ -103,7 +104,7 @@ class Session:
     def step(self) -> None:
         """Train on the next window."""
         rank = self.context.rank
-        _draw(rank)
+        _draw()
 
         def observe(moment: Moment) -> None:
             if moment is Moment.REDUCED:
@@ -158,17 +159,19 @@ def dump_path(folder: Path, moment: str, step: int, rank: int) -> Path:
     return folder / f"{moment}.{step}.{rank}.safetensors"
 
 
+_UNLIKELY_SEED = 7919
+
+
 def _seed(seed: int) -> None:
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed)
 
 
-def _draw(rank: int) -> None:
-    torch.rand(1 + rank)
-    np.random.random(1 + rank)
-    for _ in range(1 + rank):
-        random.random()
+def _draw() -> None:
+    torch.rand(1)
+    np.random.random()
+    random.random()
 
 
 def _digest(data: bytes) -> str:
