@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from invariants.catalog.deviations import beyond
+from invariants.catalog.recorded import something
 from invariants.evidence import Evidence, Section
 from invariants.invariant import Violation, invariant
 
@@ -18,4 +19,4 @@ def gradients_reference(evidence: Evidence) -> Iterator[Violation]:
     """Gradients as reduced, before the update, equal those of a single process at the same parameters, by the tolerance
     rule; a gradient that is missing is not a zero.
     """
-    return beyond(evidence.gradients or (), "gradient")
+    return beyond(something("gradients", evidence.gradients), "gradient")

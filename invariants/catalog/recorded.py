@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Sequence
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 def demand(what: str, wanted: Iterable[object], recorded: Container[object]) -> None:
@@ -15,3 +18,10 @@ def demand(what: str, wanted: Iterable[object], recorded: Container[object]) -> 
 def ranks_and_steps(ranks: int, first: int, last: int) -> list[tuple[int, int]]:
     """(rank, step) of all ranks for steps `first` to `last`, by step."""
     return [(rank, step) for step in range(first, last + 1) for rank in range(ranks)]
+
+
+def something(what: str, recorded: Sequence[T] | None) -> Sequence[T]:
+    """What was recorded; `LookupError` where that is nothing at all."""
+    if not recorded:
+        raise LookupError(f"{what}: nothing was recorded")
+    return recorded

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from invariants.catalog.recorded import something
 from invariants.evidence import Evidence, Print, Section
 from invariants.invariant import Violation, invariant
 
@@ -20,7 +21,7 @@ def replicas_agree(evidence: Evidence) -> Iterator[Violation]:
     Replicas are pieces of one name that cover the same elements on several ranks, tied copies included.
     """
     first: dict[tuple[int, bool, str, int, int], tuple[int, Print]] = {}
-    for snapshot in evidence.replicas or ():
+    for snapshot in something("parameters", evidence.replicas):
         for piece in snapshot.prints:
             key = (snapshot.step, snapshot.loaded, piece.name, piece.lo, piece.hi)
             holder, copy = first.setdefault(key, (snapshot.rank, piece))

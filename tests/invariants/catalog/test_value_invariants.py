@@ -51,7 +51,7 @@ def deviation(error, tolerance=1e-6, **more):
 JUDGES = [
     (gradients_reference, {"gradients": ()}, "gradients"),
     (parameters_reference, {"updates": ()}, "updates"),
-    (parameters_reference, {"updates": (), "trajectory": ()}, "trajectory"),
+    (parameters_reference, {"updates": (deviation(0.0),), "trajectory": ()}, "trajectory"),
 ]
 
 
@@ -72,6 +72,16 @@ JUDGES = [
 )
 def test_deviations_from_both_sides_of_the_tolerance(judge, recorded, section, seen, status):
     assert judge.judge(replace(EVIDENCE, **{**recorded, section: (seen,)})).status == status
+
+
+@pytest.mark.parametrize(
+    ("judge", "section"),
+    [(replicas_agree, "replicas"), (gradients_reference, "gradients"), (parameters_reference, "updates")],
+)
+def test_nothing_recorded_is_no_pass(judge, section):
+    verdict = judge.judge(replace(EVIDENCE, **{section: ()}))
+    assert verdict.status == "unknown"
+    assert "nothing was recorded" in verdict.reason
 
 
 def test_the_worst_is_the_one_furthest_beyond_its_own_tolerance():
