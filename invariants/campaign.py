@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 MAX_WORLD = 8
 """Ranks of the largest world that a plan starts, unless more are allowed."""
 
-_PATIENCE = 200
+_PATIENCE = 100
 """Draws in a row without a new case after which a domain counts as exhausted."""
 
 _BUFFER_BYTES = 8192

@@ -1,7 +1,7 @@
 """Known violations: what their predicate says of a case, what they cover, what of a file is refused."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from invariants.case import Case, Save, Step, Topology
@@ -82,6 +82,7 @@ def conditions():
     )
 
 
+@settings(deadline=None)
 @given(conditions(), cases())
 def test_a_condition_is_what_python_makes_of_it(when, case):
     try:
@@ -131,6 +132,7 @@ def test_what_is_outside_the_language_is_refused_unevaluated(when):
     assert len(str(caught.value).splitlines()) == 1
 
 
+@settings(deadline=None)
 @given(st.text(alphabet="pm x_'1.,()[]<=+-*%:\\\n#ni", max_size=20), cases())
 def test_any_text_is_a_condition_or_refused(when, case):
     try:

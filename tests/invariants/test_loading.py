@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from invariants.errors import UsageError
@@ -91,6 +91,7 @@ def test_what_is_no_target_is_refused_in_one_line(write, spec, text, named):
 
 
 # A letter, so that nothing of the standard library is imported.
+@settings(deadline=None)
 @given(st.text(alphabet=":.-ß_ \n'\0", max_size=6))
 def test_any_text_is_a_target_or_one_line(spec):
     with pytest.raises(UsageError) as caught:
