@@ -1,37 +1,128 @@
-"""The command `invariants`."""
+"""The command `invariants`: what it is called with. Each command's work is in `invariants.commands`."""
 
 from __future__ import annotations
 
+import signal
 import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, NoReturn
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
-from invariants.errors import UsageError
-from invariants.registry import registry
+from invariants.errors import UsageError, WorldError
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, help="Check the invariants of distributed training code.")
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    rich_markup_mode=None,  # its boxes would make several lines of one mistake
+    help="Check the invariants of distributed training code.",
+)
+
+Spec = Annotated[str, typer.Argument(metavar="TARGET", help="package.module:name of a target, or torch")]
+Json = Annotated[Path | None, typer.Option("--json", metavar="OUT", help="write what was found to this file")]
+Seed = Annotated[int, typer.Option(help="what cases are drawn from")]
+Largest = Annotated[int, typer.Option("--max-world", help="most ranks of a case")]
+Deadline = Annotated[float, typer.Option(help="seconds that each call of a world may take")]
+Backend = Annotated[str, typer.Option(help="auto, gloo or nccl")]
+Only = Annotated[list[str] | None, typer.Option(metavar="ID", help="judge this invariant; may be given again")]
 
 
-@app.callback()
-def root() -> None:
-    """Keep `list` a subcommand: typer drops the name of a lone command."""
+@app.command("check")
+def check_target(
+    target: Spec,
+    cases: Annotated[int, typer.Option(help="number of cases to draw")] = 40,
+    seed: Seed = 0,
+    known: Annotated[
+        list[Path] | None, typer.Option(metavar="FILE", help="known violations; may be given again")
+    ] = None,
+    json: Json = None,
+    only: Only = None,
+    max_world: Largest = 8,
+    deadline: Deadline = 30.0,
+    backend: Backend = "auto",
+) -> None:
+    """Judge a target by every invariant, on drawn cases.
+
+    Exit status: 0 all hold, 1 violated, 2 usage, 3 something could not be judged, 5 nothing was judged.
+    """
+    from invariants.commands.check import Plan, check
+    from invariants.commands.session import Worlds
+
+    plan = Plan(target, cases, seed, tuple(known or ()), tuple(only or ()), json)
+    _end(lambda: check(plan, Worlds(backend, deadline, max_world)))
+
+
+@app.command("replay")
+def replay_case(
+    case: Annotated[
+        str, typer.Argument(metavar="TARGET/CASE", help="the target and the case, as a failure prints them")
+    ],
+    fault: Annotated[str | None, typer.Option(metavar="NAME", help="plant this fault of the target")] = None,
+    only: Only = None,
+    max_world: Largest = 8,
+    deadline: Deadline = 30.0,
+    backend: Backend = "auto",
+) -> None:
+    """Run one case and judge it; exit status as of check."""
+    from invariants.commands.replay import replay
+    from invariants.commands.session import Worlds
+
+    _end(lambda: replay(case, fault, tuple(only or ()), Worlds(backend, deadline, max_world)))
+
+
+@app.command("faults")
+def plant_faults(
+    target: Spec,
+    only: Annotated[list[str] | None, typer.Option(metavar="FAULT", help="this fault; may be given again")] = None,
+    cases: Annotated[int, typer.Option(help="number of cases to draw; few of them are run")] = 200,
+    seed: Seed = 0,
+    tries: Annotated[int, typer.Option(help="most cases to run under a fault until it is caught")] = 6,
+    variants: Annotated[int, typer.Option(help="cases to judge under a harmless variant")] = 2,
+    json: Json = None,
+    max_world: Largest = 8,
+    deadline: Deadline = 30.0,
+    backend: Backend = "auto",
+) -> None:
+    """Plant each fault of a target, and print which invariant catches which.
+
+    Exit status: 0 every fault is caught and no harmless variant flagged, 1 otherwise, 2 usage.
+    """
+    from invariants.commands.faults import Plan, faults
+    from invariants.commands.session import Worlds
+
+    plan = Plan(target, tuple(only or ()), cases, seed, tries, variants, json)
+    _end(lambda: faults(plan, Worlds(backend, deadline, max_world)))
 
 
 @app.command("list")
 def list_invariants() -> None:
     """List the invariants, those of installed packages included."""
-    table = Table("id", "promise")
-    for item in registry().values():
-        table.add_row(item.id, item.promise)
-    Console().print(table)
+    from invariants.commands.listing import listing
+
+    _end(listing)
 
 
 def main() -> None:
-    """Entry point; a user's mistake is one line and exit status 2."""
+    """Entry point."""
+    folder = str(Path.cwd())
+    if folder not in sys.path:
+        sys.path.insert(0, folder)  # targets beside the caller, as with `python -m`
+    # A cancelled CI job ends as by Ctrl-C: what was started is cleaned up.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    app()
+
+
+def _end(command: Callable[[], int]) -> NoReturn:
+    """Exit with the status of `command`; a mistake is one line, an interruption none."""
     try:
-        app()
+        status = command()
     except UsageError as error:
         print(error, file=sys.stderr)
-        sys.exit(2)
+        status = 2
+    except WorldError as error:
+        print(f"nothing could be judged: {error}", file=sys.stderr)
+        status = 3
+    except KeyboardInterrupt:
+        status = 130
+    raise typer.Exit(status)

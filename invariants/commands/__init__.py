@@ -1,0 +1,1 @@
+"""The commands of `invariants`, one file each; `invariants.cli` reads their arguments."""

@@ -1,0 +1,19 @@
+"""`invariants list`: which invariants exist, and what each promises."""
+
+from __future__ import annotations
+
+import sys
+
+from rich.table import Table
+
+from invariants.registry import registry
+from invariants.report.terminal import console
+
+
+def listing() -> int:
+    """Print all invariants, those of installed packages included; returns the exit status."""
+    table = Table("id", "promise")
+    for item in registry().values():
+        table.add_row(item.id, item.promise)
+    console(sys.stdout).print(table)
+    return 0

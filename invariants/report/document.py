@@ -1,0 +1,97 @@
+"""What machines read: JSON documents with a version, each file written whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from invariants.errors import UsageError
+from invariants.invariant import Verdict
+
+if TYPE_CHECKING:
+    from invariants.campaign import Judgement
+    from invariants.matrix import Row
+
+VERSION = 1
+"""Of the schema: changed when a key changes its meaning or goes away, not when one is added."""
+
+
+def check_writable(path: Path) -> Path:
+    """The file that `path` leads to; `UsageError` where none can be written there, so that no work is done in vain."""
+    path = path.resolve()
+    if not path.parent.is_dir():
+        raise UsageError(f"--json {path}: folder {path.parent} does not exist; make it, or name another file")
+    if path.exists() and not path.is_file():
+        raise UsageError(f"--json {path}: expected the name of a file, and this is none")
+    if not os.access(path.parent, os.W_OK):
+        raise UsageError(f"--json {path}: folder {path.parent} cannot be written to; name a file in another one")
+    return path
+
+
+def write(path: Path, document: Mapping[str, Any]) -> None:
+    """Write strict JSON, headed by the schema's version; under its name it appears whole."""
+    text = json.dumps({"version": VERSION, **document}, indent=2, allow_nan=False)
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+    try:
+        with open(descriptor, "w", encoding="utf-8") as file:  # noqa: PTH123 - it has a descriptor
+            file.write(text + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        umask = os.umask(0)
+        os.umask(umask)
+        os.chmod(name, 0o666 & ~umask)  # noqa: PTH101
+        os.replace(name, path)  # noqa: PTH105
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name)  # noqa: PTH108
+        raise
+
+
+def judgement_document(judgement: Judgement, promise: str, replay: str | None) -> dict[str, Any]:
+    """An invariant's judgement; `case`, `violations` and `replay` are those of the case that is shown, if one is."""
+    return {
+        "id": judgement.invariant,
+        "promise": promise,
+        "verdict": judgement.status,
+        "reason": judgement.reason,
+        "cases": dict(judgement.counts),
+        "shown": verdict_document(judgement.verdict, replay) if judgement.verdict else None,
+        "known": [{**asdict(known), "cases": count} for known, count in judgement.known],
+        "extra_runs": judgement.extra_runs,
+    }
+
+
+def verdict_document(verdict: Verdict, replay: str | None) -> dict[str, Any]:
+    """A verdict on one case; an `excess` that has no measure is null, since JSON has no infinity."""
+    return {
+        "case": str(verdict.case),
+        "verdict": verdict.status,
+        "reason": verdict.reason,
+        "violations": [
+            {**asdict(each), "excess": each.excess if math.isfinite(each.excess) else None}
+            for each in verdict.violations
+        ],
+        "replay": replay,
+    }
+
+
+def row_document(row: Row, invariants: Sequence[str], replay: str | None) -> dict[str, Any]:
+    """A row of the matrix; `marks` names the invariants that were violated or unknown under the fault alone."""
+    marks = {each: "violated" if each in row.violated else "unknown" for each in invariants if each in row.marked}
+    return {
+        "fault": row.name,
+        "report": row.report,
+        "harmless": row.harmless,
+        "outcome": row.outcome,
+        "passed": row.passed,
+        "cases": [str(case) for case in row.cases],
+        "marks": marks,
+        "replay": replay,
+    }
