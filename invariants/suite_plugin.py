@@ -76,13 +76,21 @@ def pytest_configure(config: pytest.Config) -> None:
     if cases is not None and cases < 1:
         raise pytest.UsageError(f"--invariants-cases={cases}: expected 1 or more")
     if case is not None:
-        try:
-            Case.parse(case)
-        except UsageError as error:
-            raise pytest.UsageError(f"--case={case}: {error}") from error
+        _check_case(case)
     handed_on = getattr(config, "workerinput", {}).get("invariants_seed")
     config.stash[_drawn_seed] = secrets.randbelow(2**32) if handed_on is None else handed_on
     config.stash[_campaigns] = {}
+
+
+def _check_case(text: str) -> None:
+    from invariants.campaign import MAX_WORLD
+
+    try:
+        size = Case.parse(text).topology.world_size
+    except UsageError as error:
+        raise pytest.UsageError(f"--case={text}: {error}") from error
+    if size > MAX_WORLD:
+        raise pytest.UsageError(f"--case={text}: {size} ranks; expected a topology of {MAX_WORLD} or fewer")
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -113,15 +121,22 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         own = hookspecs.registered(definition.ihook.pytest_invariants_register, metafunc.config)
         invariants = registry(own)
     except UsageError as error:
-        pytest.fail(f"{definition.nodeid}: {error}", pytrace=False)
+        raise _failed(f"{definition.nodeid}: {error}") from None
     metafunc.parametrize(FIXTURE, list(invariants.values()), indirect=True, ids=list(invariants))
+
+
+def _failed(text: str) -> Exception:
+    """An error that pytest shows as this text alone."""
+    return pytest.fail.Exception(text, pytrace=False)
 
 
 def _check(suite: Suite, item: pytest.Item) -> None:
     """Raise `UsageError` for what is wrong in a suite, before anything of it runs."""
     checked_target(suite.target, "target of the suite")
-    if suite.cases is not None and suite.cases < 1:
-        raise UsageError(f"cases={suite.cases}: expected 1 or more")
+    if suite.cases is not None and not (isinstance(suite.cases, int) and suite.cases >= 1):
+        raise UsageError(f"cases={suite.cases!r}: expected a whole number of 1 or more")
+    if suite.seed is not None and not isinstance(suite.seed, int):
+        raise UsageError(f"seed={suite.seed!r}: expected a whole number")
     for path in _known_files(suite, item):
         read_known(path)
 
@@ -135,17 +150,18 @@ def _known_files(suite: Suite, item: pytest.Item) -> list[Path]:
 class Outcome:
     """A judgement as pytest shows it: `text` is what there is to read of it."""
 
+    invariant: str
     status: str
     text: str
 
     def tell(self) -> None:
         """Fail, skip or expect the failure; return where the invariant holds."""
         if self.status == "violated":
-            pytest.fail(self.text, pytrace=False)
+            raise _failed(self.text)
         if self.status == "known":
             pytest.xfail(self.text)
         if self.status in ("not applicable", "refused"):
-            pytest.skip(f"{self.status}: {self.text}")
+            pytest.skip(f"{self.invariant} is {self.status}: {self.text}")
 
 
 @pytest.fixture
@@ -160,12 +176,12 @@ def invariants_outcome(
         campaign, store = _campaign(item, suite, worlds, tmp_path_factory)
         judgement = campaign.judge(invariant)
     except InvariantsError as error:
-        pytest.fail(str(error), pytrace=False)
+        raise _failed(str(error)) from None
     given = item.config.getoption("invariants_case")
     record(item, suite.target.name, judgement, store, "--case" if given else f"seed {_seed(item.config, suite)}")
-    outcome = Outcome(judgement.status, _text(item, suite, judgement, worlds.pool))
+    outcome = Outcome(invariant.id, judgement.status, _text(item, suite, judgement, worlds.pool))
     if judgement.status == "unknown":
-        pytest.fail(outcome.text, pytrace=False)
+        raise _failed(outcome.text)
     return outcome
 
 
