@@ -14,6 +14,15 @@ from xml.etree import ElementTree
 
 import pytest
 
+# Loaded here, they stay: what only a session within this process imports goes with it.
+import invariants.campaign
+import invariants.commands.session
+import invariants.known
+import invariants.report.terminal
+import invariants.runner
+import invariants.strategies
+import invariants.world.pool  # noqa: F401
+
 pytestmark = pytest.mark.usefixtures("_own_plugin")
 
 CONFTEST = """
