@@ -125,7 +125,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     metafunc.parametrize(FIXTURE, list(invariants.values()), indirect=True, ids=list(invariants))
 
 
-def _failed(text: str) -> Exception:
+def _failed(text: str) -> BaseException:
     """An error that pytest shows as this text alone."""
     return pytest.fail.Exception(text, pytrace=False)
 
