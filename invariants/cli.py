@@ -97,7 +97,7 @@ def plant_faults(
 
 @app.command("list")
 def list_invariants() -> None:
-    """List the invariants, those of installed packages included."""
+    """List the invariants, those of installed packages and of the conftest in this folder included."""
     from invariants.commands.listing import listing
 
     _end(listing)

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from invariants.commands.session import Worlds, at_least_one, exit_status
+from invariants.commands.session import Worlds, at_least_one, exit_status, registered
 from invariants.loading import load_target
-from invariants.registry import registry, select
+from invariants.registry import select
 from invariants.report import document, terminal
 from invariants.report.progress import Progress
 from invariants.target import HasKnown
@@ -38,8 +38,8 @@ def check(plan: Plan, worlds: Worlds) -> int:
     """Judge, print and write what was found; returns the exit status. A user's mistake raises, and nothing starts."""
     at_least_one("--cases", plan.cases)
     out = document.check_writable(plan.json) if plan.json else None
-    invariants = select(registry(), plan.only)
     target = load_target(plan.spec)
+    invariants = select(registered(), plan.only)
     known = _known(plan, target)
     from invariants import campaign
     from invariants.store import Store

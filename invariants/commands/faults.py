@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from invariants.commands.session import HOLD, VIOLATED, Worlds, at_least_one, faults_of
+from invariants.commands.session import HOLD, VIOLATED, Worlds, at_least_one, faults_of, registered
 from invariants.loading import load_target
 from invariants.matrix import Row, matrix
-from invariants.registry import registry
 from invariants.report import document, terminal
 from invariants.report.progress import Progress
 
@@ -34,9 +33,9 @@ def faults(plan: Plan, worlds: Worlds) -> int:
     for option, value in (("--cases", plan.cases), ("--tries", plan.tries), ("--variants", plan.variants)):
         at_least_one(option, value)
     out = document.check_writable(plan.json) if plan.json else None
-    invariants = tuple(registry().values())
     target = load_target(plan.spec)
     planted = faults_of(target, plan.only)
+    invariants = tuple(registered().values())
     from invariants import campaign
 
     cases = campaign.plan(target, plan.cases, plan.seed, worlds.largest)

@@ -6,14 +6,14 @@ import sys
 
 from rich.table import Table
 
-from invariants.registry import registry
+from invariants.commands.session import registered
 from invariants.report.terminal import console
 
 
 def listing() -> int:
-    """Print all invariants, those of installed packages included; returns the exit status."""
+    """Print all invariants, those of installed packages and of the conftest here included; returns the exit status."""
     table = Table("id", "promise")
-    for item in registry().values():
+    for item in registered().values():
         table.add_row(item.id, item.promise)
     console(sys.stdout).print(table)
     return 0

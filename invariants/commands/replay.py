@@ -6,10 +6,10 @@ import sys
 from collections.abc import Sequence
 
 from invariants.case import Case
-from invariants.commands.session import Worlds, exit_status, faults_of
+from invariants.commands.session import Worlds, exit_status, faults_of, registered
 from invariants.errors import UsageError
 from invariants.loading import load_target
-from invariants.registry import registry, select
+from invariants.registry import select
 from invariants.report import terminal
 from invariants.report.progress import Progress
 
@@ -21,9 +21,9 @@ def replay(text: str, fault: str | None, only: Sequence[str], worlds: Worlds) ->
         raise UsageError(f"{text!r}: expected SPEC/CASE, for example torch/topology=pp2.dp2,m=4, or torch/default")
     case = Case.parse(case_text)
     worlds.allow(case)
-    invariants = select(registry(), only)
     target = load_target(spec)
     planted = faults_of(target, [fault])[fault] if fault else None
+    invariants = select(registered(), only)
     console = terminal.console(sys.stdout)
     with (
         Progress(terminal.console(sys.stderr), f"replaying {spec}/{case}") as progress,

@@ -11,15 +11,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 from invariants.errors import UsageError, WorldError
+from invariants.registry import registry
 from invariants.target import Fault, HasFaults
 
 if TYPE_CHECKING:
     from invariants.case import Case
+    from invariants.invariant import Invariant
     from invariants.matrix import Run
     from invariants.target import Target
 
 HOLD, VIOLATED, USAGE, UNKNOWN, NOTHING, INTERRUPTED = 0, 1, 2, 3, 5, 130
 """Exit statuses: all hold; violated; a user's mistake; something could not be judged; nothing was judged; Ctrl-C."""
+
+_PRELOAD = ("invariants.probes.session", "invariants.probes.analysis", "safetensors.torch")
+"""What each rank of a campaign needs: imported once, where they are forked."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +73,7 @@ class Worlds:
         with tempfile.TemporaryDirectory(prefix="invariants-") as name:
             folder = Path(name)
             (folder / "scratch").mkdir()
-            pool = WorldPool(folder, backend=self.backend, deadline_s=self.deadline_s)
+            pool = WorldPool(folder, backend=self.backend, deadline_s=self.deadline_s, preload=_PRELOAD)
             try:
                 pool.backend(max(case.topology.world_size for case in cases))
                 yield Runner(pool, target, folder / "scratch"), folder / "evidence"
@@ -77,6 +82,13 @@ class Worlds:
                     pool.close()
                 except WorldError as error:  # cases are judged by now: this changes no verdict
                     print(f"a rank was killed, as it did not end by itself: {error}", file=sys.stderr)
+
+
+def registered() -> Mapping[str, Invariant]:
+    """All invariants by id, those of the conftest that pytest would read in this folder included."""
+    from invariants.project import conftest_invariants
+
+    return registry(conftest_invariants(Path.cwd()))
 
 
 def at_least_one(option: str, value: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -19,6 +19,8 @@ from invariants.target import Target
 from invariants.world.context import RankContext
 
 ADAM_EPS = 1e-8
+NUDGES, ROUNDINGS = 3, 4
+"""Evaluations at parameters that are off, and by how many roundings: about what a layer's own arithmetic makes."""
 
 
 def analyse(
@@ -56,7 +58,7 @@ class Judge:
         self.rounded = Reference(target, case, context, decomposed=True)
         trained, dtypes = self.exact.trained, (torch.float64, self.dtype)
         self.optimizers = [ReferenceOptimizer(case.optimizer, trained, dtype) for dtype in dtypes]
-        self.largest_gradient = 0.0
+        self.gradient_limit = 0.0
 
     def mark(self) -> None:
         """Remember the optimizers' state at the save."""
@@ -72,22 +74,35 @@ class Judge:
         before, after = (self._gather(folder, PARAMETERS, step + offset) for offset in (0, 1))
         gradients = gather(folder, GRADIENTS, step, self.case.topology.world_size)
         start = {name: whole.values for name, whole in before.items()}
-        exact = self._at(self.exact, start, step)
-        rounded = self._at(self.rounded, start, step)
-        floor = 16 * unit_roundoff(self.dtype) * max(1.0, abs(exact[0]))
-        tolerance = max(8 * abs(rounded[0] - exact[0]), floor)
-        analysis.losses.append(Expected(step + 1, exact[0], tolerance))
-        self.largest_gradient = max(self.largest_gradient, largest(exact[1].values()))
+        loss, exact = self._at(self.exact, start, step)
+        losses, rounded = zip(*self._rounded(start, step), strict=True)
+        floor = 16 * unit_roundoff(self.dtype) * max(1.0, abs(loss))
+        analysis.losses.append(Expected(step + 1, loss, max(floor, *(8 * abs(other - loss) for other in losses))))
+        limits = tolerances(exact, rounded, self.dtype)
+        self.gradient_limit = max([self.gradient_limit, *limits.values()])
         if gradients is None or analysis.gradients is None or analysis.updates is None:
             analysis.gradients = analysis.updates = None
             return
-        limits = tolerances(exact[1], rounded[1], self.dtype)
-        analysis.gradients += compare(gradients, exact[1], limits, step + 1, resumed=resumed)
+        analysis.gradients += compare(gradients, exact, limits, step + 1, resumed=resumed)
         analysis.updates += self._updates(start, gradients, after, step + 1, resumed)
 
     def _at(self, reference: Reference, parameters: Values, step: int) -> tuple[float, dict[str, Tensor]]:
         reference.set(parameters)
         return reference.step(window_of(self.target, self.case, step))
+
+    def _rounded(self, parameters: Values, step: int) -> Iterator[tuple[float, dict[str, Tensor]]]:
+        """The same step with rounding errors: in the case's own precision, and in float64 from parameters that are off
+        by a few roundings. The first alone may be right by luck where a small error in makes a large one out.
+        """
+        yield self._at(self.rounded, parameters, step)
+        generator = torch.Generator().manual_seed(step)
+        nudge = ROUNDINGS * unit_roundoff(self.dtype)
+        for _ in range(NUDGES):
+            signs = {
+                name: torch.randint(2, values.shape, generator=generator) * 2 - 1 for name, values in parameters.items()
+            }
+            nudged = {name: values.double() * (1 + nudge * signs[name]) for name, values in parameters.items()}
+            yield self._at(self.exact, nudged, step)
 
     def _gather(self, folder: Path, moment: str, step: int) -> dict[str, Whole]:
         found = gather(folder, moment, step, self.case.topology.world_size)
@@ -102,7 +117,7 @@ class Judge:
             observed = {name: whole.values if whole.present else None for name, whole in gradients.items()}
             for optimizer, values in zip(self.optimizers, (expected, rounded), strict=True):
                 values.update(optimizer.update(start, observed))
-        limits = tolerances(expected, rounded, self.dtype)
+        limits = tolerances(expected, [rounded], self.dtype)
         limits.update((name, 0.0) for name in start.keys() - set(self.exact.trained))
         return list(compare(after, expected, limits, step, resumed=resumed))
 
@@ -124,6 +139,6 @@ class Judge:
 
     def _drift(self, steps: int, size: float) -> float:
         """How far rounding can carry right code: Adam divides by as little as its eps, and so multiplies an error."""
-        unit = 16 * unit_roundoff(self.dtype)
         gain = 1.0 if self.case.optimizer.kind == "sgd" else 1 / ADAM_EPS
-        return steps * unit * (size + 2 * self.case.optimizer.lr * self.largest_gradient * gain)
+        update = 2 * self.case.optimizer.lr * self.gradient_limit * gain
+        return steps * (16 * unit_roundoff(self.dtype) * size + update)

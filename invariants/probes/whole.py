@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -124,13 +124,15 @@ FAR = 2**20
 """Rounding errors, in units of the largest value, that no small model piles up: 6 % in float32, 1e-10 in float64."""
 
 
-def tolerances(exact: Values, rounded: Values, dtype: torch.dtype) -> dict[str, float]:
-    """8 times the error that the same arithmetic makes in `dtype`, per tensor, floored by 16 u over the whole model.
+def tolerances(exact: Values, rounded: Sequence[Values], dtype: torch.dtype) -> dict[str, float]:
+    """8 times the largest error among `rounded`, per tensor, floored by 16 u of `dtype` over the whole model.
 
     Raises `UsageError` where that error is no rounding: it would make any deviation tolerable.
     """
     unit = unit_roundoff(dtype) * largest(exact.values())
-    errors = {name: largest([rounded[name].double() - values.double()]) for name, values in exact.items()}
+    errors = {
+        name: largest(other[name].double() - values.double() for other in rounded) for name, values in exact.items()
+    }
     for name, error in errors.items():
         if error > FAR * unit:
             raise UsageError(

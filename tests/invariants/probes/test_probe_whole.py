@@ -106,7 +106,7 @@ def test_tolerance_is_eight_times_the_same_arithmetics_error_above_the_floor(val
     dtype = getattr(torch, precision)
     exact = {"w": torch.tensor(values, dtype=torch.float64) / 3, "zero": torch.zeros(1, dtype=torch.float64)}
     rounded = {name: each.to(dtype) for name, each in exact.items()}
-    found = tolerances(exact, rounded, dtype)
+    found = tolerances(exact, [rounded, exact], dtype)
     floor = 16 * unit_roundoff(dtype) * float(exact["w"].abs().max())
     assert found["zero"] == floor, "an exact zero gets the floor of the model, not its own"
     error = float((rounded["w"].double() - exact["w"]).abs().max())
@@ -120,4 +120,4 @@ def test_an_error_that_is_no_rounding_is_no_tolerance():
     from invariants.probes.whole import tolerances
 
     with pytest.raises(UsageError, match="w in its own precision is far from itself in float64, by 1"):
-        tolerances({"w": tensor(1, 2)}, {"w": tensor(1, 3)}, tensor(1).dtype)
+        tolerances({"w": tensor(1, 2)}, [{"w": tensor(1, 2)}, {"w": tensor(1, 3)}], tensor(1).dtype)
