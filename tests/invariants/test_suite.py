@@ -99,6 +99,8 @@ def pytest_invariants_register(config):
 """
 
 TARGETS = """
+from pathlib import Path
+
 from hypothesis import strategies as st
 
 import invariants
@@ -116,6 +118,14 @@ class Toy:
 
     def build(self, case, rank):
         raise NotImplementedError
+
+
+class Shipping(Toy):
+    def known(self):
+        return Path(__file__).with_name("known.toml")
+
+
+target = Toy("importable")
 """
 
 KNOWN = """
@@ -140,7 +150,7 @@ def session(pytester):
     (pytester.path / "known.toml").write_text(KNOWN)
 
     def run(suites, *options, profile=""):
-        pytester.makepyfile(test_toy=f"import invariants\nfrom toy import Toy\n{suites}\n")
+        pytester.makepyfile(test_toy=f"import invariants\nfrom toy import Shipping, Toy, target\n{suites}\n")
         runs = pytester.path / "runs"
         runs.unlink(missing_ok=True)
         arguments = ["-p", "no:cacheprovider", *options]
@@ -191,6 +201,27 @@ def test_verdicts_are_outcomes(session, pytester):
     properties = {each.get("name"): each.get("value") for each in items["test_toy[toy.known]"].iter("property")}
     assert properties["invariants.status"] == "known"
     assert properties["invariants.cases"] == "9"
+
+
+@pytest.mark.parametrize(
+    ("suite", "options"),
+    [
+        ("invariants.suite(Toy('toy'), known=['known.toml'])", []),
+        ("invariants.suite(Shipping('toy'))", []),
+        ("invariants.suite(Toy('toy'))", ["-o", "invariants_known=known.toml"]),
+    ],
+)
+def test_known_violations_come_from_the_suite_the_target_and_the_ini(session, suite, options):
+    result, _ = session(f"test_a = {suite}", "-k", "toy.known", *options)
+    result.assert_outcomes(xfailed=1)
+    result, _ = session("test_a = invariants.suite(Toy('toy'))", "-k", "toy.known")
+    result.assert_outcomes(failed=1)
+
+
+def test_a_target_with_a_name_is_replayed_by_it(session):
+    result, _ = session("test_a = invariants.suite(target)", "-k", "breaks", "--backend=gloo")
+    line = "  replay    invariants replay toy:target/m=6 --only toy.breaks --backend gloo"
+    result.stdout.fnmatch_lines([line])
 
 
 def test_what_a_target_refuses_is_counted_and_no_pass(session):
