@@ -77,6 +77,8 @@ def _print(rows: Sequence[Row], ids: Sequence[str], replays: Sequence[str | None
     for row, replay in zip(rows, replays, strict=True):
         if not row.passed:
             console.print("\n" + terminal.row_text(row, replay), soft_wrap=True)
+    if blind := [name for name in ids if not any(name in row.violated for row in rows if not row.harmless)]:
+        console.print(f"\nno fault here violates {', '.join(blind)}", soft_wrap=True)
     console.print(
         f"\n{terminal.matrix_summary(rows)}, " + "{runs} runs, {seconds:.1f} s, seed {seed}".format(**summary)
     )

@@ -32,7 +32,7 @@ class Progress:
         self._done, self._total = 0, 0
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._tell, daemon=True)
-        columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+        columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn())
         self._bar = Bar(*columns, TimeElapsedColumn(), console=console, transient=True)
         self._task = self._bar.add_task(title, total=None)
 
