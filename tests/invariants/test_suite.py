@@ -125,6 +125,11 @@ class Shipping(Toy):
         return Path(__file__).with_name("known.toml")
 
 
+class Wrong(Toy):
+    def cases(self):
+        return st.just(3)
+
+
 target = Toy("importable")
 """
 
@@ -150,7 +155,7 @@ def session(pytester):
     (pytester.path / "known.toml").write_text(KNOWN)
 
     def run(suites, *options, profile=""):
-        pytester.makepyfile(test_toy=f"import invariants\nfrom toy import Shipping, Toy, target\n{suites}\n")
+        pytester.makepyfile(test_toy=f"import invariants\nfrom toy import Shipping, Toy, Wrong, target\n{suites}\n")
         runs = pytester.path / "runs"
         runs.unlink(missing_ok=True)
         arguments = ["-p", "no:cacheprovider", *options]
@@ -222,6 +227,13 @@ def test_a_target_with_a_name_is_replayed_by_it(session):
     result, _ = session("test_a = invariants.suite(target)", "-k", "breaks", "--backend=gloo")
     line = "  replay    invariants replay toy:target/m=6 --only toy.breaks --backend gloo"
     result.stdout.fnmatch_lines([line])
+
+
+def test_a_target_whose_cases_are_none_is_one_error_a_test(session):
+    result, runs = session("test_a = invariants.suite(Wrong('wrong'))", "-k", "toy.holds")
+    result.assert_outcomes(errors=1)
+    assert "target wrong: its cases() drew 3; expected an invariants.case.Case" in result.outlines
+    assert not runs
 
 
 def test_what_a_target_refuses_is_counted_and_no_pass(session):
