@@ -18,7 +18,9 @@ def conftest_invariants(folder: Path) -> tuple[Invariant, ...]:
 
     reader = _Reader()
     # Options that a project adds want plugins that have nothing to do with this.
-    status = pytest.main(["--override-ini=addopts=", str(folder)], plugins=["invariants.plugin", reader])
+    # Hypothesis's would take all that follows for the loading of plugins, and warn of strategies that are used in it.
+    arguments = ["--override-ini=addopts=", "-p", "no:hypothesispytest", str(folder)]
+    status = pytest.main(arguments, plugins=["invariants.plugin", reader])
     if reader.problem is not None:
         raise reader.problem
     if status != 0:
