@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from invariants.known import read_known
+
 ROOT = Path(__file__).parents[2]
 PAGES = ("README.md", "CONTRIBUTING.md", "docs/architecture.md")
 
@@ -22,6 +24,24 @@ def test_the_test_on_real_ranks_passes(pytester, monkeypatch):
     (example,) = [block for block in blocks("README.md", "python") if "worlds(2, 4)" in block]
     pytester.makepyfile(example)
     pytester.runpytest_subprocess("-p", "invariants.plugin", timeout=120).assert_outcomes(passed=2)
+
+
+def test_the_suite_the_invariant_and_the_hook_judge_the_example_trainer(pytester, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(ROOT), str(ROOT / "tests/examples"))), prepend=os.pathsep)
+    suite, invariant, hook, _ = blocks("README.md", "python")
+    pytester.makepyfile(suite)
+    pytester.makeconftest(invariant + hook)
+    run = pytester.runpytest_subprocess("-p", "invariants.plugin", "--invariants-cases=2", "-v", timeout=300)
+    run.assert_outcomes(passed=8, skipped=3)
+    run.stdout.fnmatch_lines(["*test_my_trainer*loss.positive*PASSED*"])
+
+
+def test_the_known_violation_is_read(tmp_path):
+    (entry,) = blocks("README.md", "toml")
+    path = tmp_path / "known.toml"
+    path.write_text(entry)
+    (known,) = read_known(path)
+    assert known.invariant == "replicas.agree"
 
 
 @pytest.mark.parametrize("page", PAGES)
