@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Progress:
-    """A context in which `console` shows what goes on; `runs` and `seconds` count from its making.
+    """A context in which `console` shows what goes on; `runs` that were begun and `seconds` count from its making.
 
     A log gets a line each `every_s` seconds, by a thread: a single case may take longer than that.
     """
@@ -80,4 +80,4 @@ class Progress:
     def _tell(self) -> None:
         while not self._ended.wait(self._every_s):
             share = f"{self._done} of {self._total}, " if self._total else ""
-            self._console.print(f"{self._title}: {share}{self.runs} runs, {self.seconds:.0f} s")
+            self._console.print(f"{self._title}: {share}run {self.runs}, {self.seconds:.0f} s")

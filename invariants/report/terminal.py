@@ -17,6 +17,7 @@ from invariants.invariant import Verdict
 
 if TYPE_CHECKING:
     from invariants.campaign import Judgement
+    from invariants.known import Known
     from invariants.matrix import Row
 
 LOG_WIDTH = 140
@@ -97,10 +98,14 @@ def verdict_text(verdict: Verdict) -> str:
 
 
 def known_texts(judgements: Sequence[Judgement]) -> Iterator[str]:
-    """Known violations that were met, numbered: what, where, in how many cases, why, and where it was reported."""
-    entries = [(judgement.invariant, *each) for judgement in judgements for each in judgement.known]
-    for number, (invariant, known, count) in enumerate(entries, 1):
-        yield f"known violation {number}: {invariant} where {known.when}: {_cases(count)}"
+    """Known violations that were met, numbered: of what, where, why, and where each was reported."""
+    met: dict[Known, list[str]] = {}
+    for judgement in judgements:
+        for known, count in judgement.known:
+            met.setdefault(known, []).append(f"{judgement.invariant} in {_cases(count)}")
+    for number, (known, places) in enumerate(met.items(), 1):
+        yield f"known violation {number}: {', '.join(places)}"
+        yield f"  where     {known.when}"
         yield f"  reason    {known.reason}"
         yield f"  report    {known.report}"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from invariants.case import Case, Save, Step, Topology
@@ -133,6 +133,7 @@ def test_variants_come_last_and_progress_names_each():
     assert told == [(0, 3, "second"), (1, 3, "third"), (2, 3, "first")]
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.dictionaries(st.sampled_from(WORLDS), st.sampled_from(SAID)),
     st.dictionaries(st.sampled_from(WORLDS), st.sampled_from(SAID)),

@@ -6,9 +6,10 @@ import io
 import json
 import shlex
 import threading
+from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
@@ -98,14 +99,23 @@ def test_a_verdict_gives_its_reason():
     assert text == "toy.one: unknown: rank 1 died\n  stack"
 
 
-def test_known_violations_are_numbered_with_reason_and_report():
+def test_known_violations_are_told_once_with_all_that_they_explain():
     other = Known("toy.one", "dp > 1", "why", "there")
-    lines = list(terminal.known_texts([judgement("known", known=((KNOWN, 1), (other, 2))), judgement("holds")]))
-    assert lines[0] == "known violation 1: toy.one where m > 2: 1 case"
-    assert lines[1:3] == ["  reason    too [many] microbatches", "  report    https://example.org/1"]
-    assert lines[3] == "known violation 2: toy.one where dp > 1: 2 cases"
+    second = replace(judgement("known", known=((KNOWN, 3),)), invariant="toy.two")
+    met = [judgement("known", known=((KNOWN, 1), (other, 2))), judgement("holds"), second]
+    assert list(terminal.known_texts(met)) == [
+        "known violation 1: toy.one in 1 case, toy.two in 3 cases",
+        "  where     m > 2",
+        "  reason    too [many] microbatches",
+        "  report    https://example.org/1",
+        "known violation 2: toy.one in 2 cases",
+        "  where     dp > 1",
+        "  reason    why",
+        "  report    there",
+    ]
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(cases(), st.sampled_from([None, "a.b"]), st.sampled_from([None, "fault one"]), st.sampled_from(["", "--x 1"]))
 def test_a_replay_line_reads_back(case, only, fault, also):
     line = terminal.replay_line("torch", case, only=only, fault=fault, also=also)
@@ -227,7 +237,7 @@ def test_a_log_gets_a_line_again_and_again_without_being_told():
         assert log.enough.wait(20)
     lines = log.getvalue().splitlines()
     assert lines[0] == "checking"
-    assert lines[-1].startswith("judging: 1 of 8, 1 runs, ")
+    assert lines[-1].startswith("judging: 1 of 8, run 1, ")
     assert progress.runs == 1
 
 
