@@ -153,6 +153,7 @@ class ImplTarget:
     """The embedded default."""
 
     name = "impl"
+    preload = ("impl.trainer", "impl.checkpoint")
     promises = Promises(layout="flat", resume="bitwise", generators=("torch", "python"))
 
     def cases(self) -> SearchStrategy[Case]:

@@ -14,6 +14,7 @@ from invariants.case import Case
 from invariants.errors import UsageError, WorldError
 from invariants.evidence import Evidence, Loss, Reload, Resume, Section
 from invariants.probes.records import Analysis, Built, Trained
+from invariants.target import Preloads
 from invariants.world.failure import RankFailed
 
 if TYPE_CHECKING:
@@ -26,6 +27,12 @@ _Result = TypeVar("_Result")
 _MEASURED = tuple(section for section in Section if section is not Section.SCHEDULE)
 _COMPARED = (Section.LOSSES, Section.GRADIENTS, Section.UPDATES, Section.TRAJECTORY)
 _RELOADED = (Section.RELOAD, Section.RESUME)
+
+
+def preloaded(target: Target) -> tuple[str, ...]:
+    """Modules that each rank of a campaign needs: for the pool to import once, where ranks are forked."""
+    own = target.preload if isinstance(target, Preloads) else ()
+    return ("invariants.probes.session", "invariants.probes.analysis", *own)
 
 
 class Runner:

@@ -20,9 +20,11 @@ from invariants.errors import InvariantsError, UsageError
 from invariants.known import read_known
 from invariants.loading import checked_target, spec_of
 from invariants.registry import registry
+from invariants.runner import preloaded
 from invariants.suite import ATTRIBUTE, Suite
 from invariants.suite_summary import record, summarize
 from invariants.target import HasKnown
+from invariants.world import fixtures
 from invariants.world.fixtures import Worlds, shared_folder
 
 if TYPE_CHECKING:
@@ -122,6 +124,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         invariants = registry(own)
     except UsageError as error:
         raise _failed(f"{definition.nodeid}: {error}") from None
+    metafunc.config.stash[fixtures.preload].update(preloaded(suite.target))
     metafunc.parametrize(FIXTURE, list(invariants.values()), indirect=True, ids=list(invariants))
 
 

@@ -211,6 +211,15 @@ class Feeds(Protocol):
 
 
 @runtime_checkable
+class Preloads(Protocol):
+    """A target that imports what takes long before ranks are forked, not on each of them."""
+
+    @property
+    def preload(self) -> Sequence[str]:
+        """Modules for the process that ranks are forked from; importing them starts no thread and computes nothing."""
+
+
+@runtime_checkable
 class HasFaults(Protocol):
     """A target with planted faults and harmless variants."""
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, get_args
 
 from invariants.errors import UsageError, WorldError
 from invariants.registry import registry
+from invariants.runner import preloaded
 from invariants.target import Fault, HasFaults
 
 if TYPE_CHECKING:
@@ -22,9 +23,6 @@ if TYPE_CHECKING:
 
 HOLD, VIOLATED, USAGE, UNKNOWN, NOTHING, INTERRUPTED = 0, 1, 2, 3, 5, 130
 """Exit statuses: all hold; violated; a user's mistake; something could not be judged; nothing was judged; Ctrl-C."""
-
-_PRELOAD = ("invariants.probes.session", "invariants.probes.analysis", "safetensors.torch")
-"""What each rank of a campaign needs: imported once, where they are forked."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +71,8 @@ class Worlds:
         with tempfile.TemporaryDirectory(prefix="invariants-") as name:
             folder = Path(name)
             (folder / "scratch").mkdir()
-            pool = WorldPool(folder, backend=self.backend, deadline_s=self.deadline_s, preload=_PRELOAD)
+            preload = preloaded(target)
+            pool = WorldPool(folder, backend=self.backend, deadline_s=self.deadline_s, preload=preload)
             try:
                 pool.backend(max(case.topology.world_size for case in cases))
                 yield Runner(pool, target, folder / "scratch"), folder / "evidence"

@@ -31,6 +31,7 @@ class TorchTarget:
     """
 
     name = "torch"
+    preload = ("invariants.targets.torch_trainer",)
     promises = Promises(layout="whole-parameter", resume="tolerance")
 
     def cases(self) -> SearchStrategy[Case]:

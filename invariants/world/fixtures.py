@@ -22,6 +22,8 @@ MARKER = "worlds(*sizes, deadline=SECONDS): run the test once on a world of each
 PRELOAD = ("pytest", "_pytest.assertion.rewrite")
 """What the functions of test modules refer to, once pytest has rewritten their assertions."""
 
+preload = pytest.StashKey[set[str]]()
+"""Further modules that ranks of this session need, for who collects tests to add."""
 _pool = pytest.StashKey["WorldPool"]()
 _default_s = pytest.StashKey[float]()
 _deadline_s = pytest.StashKey[float]()
@@ -46,6 +48,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Check the options."""
+    config.stash[preload] = set()
     config.addinivalue_line("markers", MARKER)
     backend = config.getoption("--backend")
     if backend not in BACKENDS:
@@ -99,13 +102,14 @@ def worlds(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     """A factory of worlds: `worlds(4)` is warm and reused, `worlds.fresh(4)` has new processes."""
     from invariants.world.pool import WorldPool
 
+    more = request.config.stash[preload]
     config, workers_share = request.config, shared_folder(request.config, tmp_path_factory)
     pool = WorldPool(
         tmp_path_factory.getbasetemp(),
         backend=config.getoption("--backend"),
         deadline_s=config.stash[_deadline_s],
         slots=workers_share if hasattr(config, "workerinput") else None,
-        preload=PRELOAD,
+        preload=(*PRELOAD, *sorted(more)),
     )
     with pool:
         config.stash[_pool] = pool
