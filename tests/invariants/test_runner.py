@@ -224,8 +224,8 @@ def test_a_rank_that_hangs_is_named_with_its_stack(run):
     import time
 
     evidence = run(Own(step=on_rank(1, lambda: time.sleep(60))), deadline_s=3)
-    assert "was not done after 3 s" in evidence.lost["losses"]
-    of_rank_1 = evidence.lost["losses"].partition("rank 1 ")[2]
+    # Whether the deadline or the backend's own, which is a little shorter, is noticed first is a matter of luck.
+    of_rank_1 = evidence.lost["losses"].partition("rank 1 was ")[2]
     assert f'"{__file__}"' in of_rank_1
 
 
