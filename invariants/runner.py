@@ -32,7 +32,7 @@ _RELOADED = (Section.RELOAD, Section.RESUME)
 def preloaded(target: Target) -> tuple[str, ...]:
     """Modules that each rank of a campaign needs: for the pool to import once, where ranks are forked."""
     own = target.preload if isinstance(target, Preloads) else ()
-    return ("invariants.probes.session", "invariants.probes.analysis", *own)
+    return ("invariants.runner", "invariants.probes.session", "invariants.probes.analysis", *own)
 
 
 class Runner:
