@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import io
 import marshal
+import os
 import pickle
 import socket
 import struct
 import sys
-from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any, cast
 
@@ -121,7 +121,8 @@ def _needs_value(name: str, module: ModuleType) -> bool:
     # Only a module proper: sys.modules also holds lazy objects that answer to any attribute.
     if type(module) is not ModuleType or not isinstance(file, str) or module.__name__ != name or name == "__main__":
         return False
-    if Path(file).name == "conftest.py" or Path(file).name.startswith("test_") or Path(file).stem.endswith("_test"):
+    base = os.path.basename(file)  # noqa: PTH119 - thousands of modules are looked at
+    if base == "conftest.py" or base.startswith("test_") or base.endswith("_test.py"):
         return True
     if file.startswith((sys.prefix, sys.base_prefix)):
         return False
