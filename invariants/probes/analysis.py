@@ -19,7 +19,7 @@ from invariants.target import Target
 from invariants.world.context import RankContext
 
 ADAM_EPS = 1e-8
-NUDGES, ROUNDINGS = 3, 4
+NUDGES, ROUNDINGS = 2, 4
 """Evaluations at parameters that are off, and by how many roundings: about what a layer's own arithmetic makes."""
 
 
@@ -59,6 +59,7 @@ class Judge:
         trained, dtypes = self.exact.trained, (torch.float64, self.dtype)
         self.optimizers = [ReferenceOptimizer(case.optimizer, trained, dtype) for dtype in dtypes]
         self.gradient_limit = 0.0
+        self._gathered: dict[tuple[Path, int], dict[str, Whole]] = {}
 
     def mark(self) -> None:
         """Remember the optimizers' state at the save."""
@@ -71,7 +72,7 @@ class Judge:
 
     def step(self, folder: Path, step: int, analysis: Analysis, *, resumed: bool) -> None:
         """Judge one step, at the parameters and with the gradients that the ranks had."""
-        before, after = (self._gather(folder, PARAMETERS, step + offset) for offset in (0, 1))
+        before, after = self._parameters(folder, step), self._parameters(folder, step + 1)
         gradients = gather(folder, GRADIENTS, step, self.case.topology.world_size)
         start = {name: whole.values for name, whole in before.items()}
         loss, exact = self._at(self.exact, start, step)
@@ -104,10 +105,13 @@ class Judge:
             nudged = {name: values.double() * (1 + nudge * signs[name]) for name, values in parameters.items()}
             yield self._at(self.exact, nudged, step)
 
-    def _gather(self, folder: Path, moment: str, step: int) -> dict[str, Whole]:
-        found = gather(folder, moment, step, self.case.topology.world_size)
-        assert found is not None  # every rank writes them, or has failed
-        return found
+    def _parameters(self, folder: Path, step: int) -> dict[str, Whole]:
+        """After `step` steps; what comes after one step comes before the next."""
+        if (folder, step) not in self._gathered:
+            found = gather(folder, PARAMETERS, step, self.case.topology.world_size)
+            assert found is not None  # every rank writes them, or has failed
+            self._gathered[folder, step] = found
+        return self._gathered[folder, step]
 
     def _updates(
         self, start: Values, gradients: Mapping[str, Whole], after: Mapping[str, Whole], step: int, resumed: bool
@@ -124,7 +128,7 @@ class Judge:
     def trajectory(self, folder: Path) -> list[Deviation]:
         """Judge parameters after each step against a reference that went its own way from the first ones."""
         found: list[Deviation] = []
-        first = {name: whole.values for name, whole in self._gather(folder, PARAMETERS, 0).items()}
+        first = {name: whole.values for name, whole in self._parameters(folder, 0).items()}
         free = Reference(self.target, self.case, self.context, decomposed=False)
         optimizer = ReferenceOptimizer(self.case.optimizer, free.trained, torch.float64)
         parameters = dict(first)
@@ -133,7 +137,7 @@ class Judge:
             if step + 1 not in self.skipped:
                 parameters.update(optimizer.update(parameters, gradients))
             limit = self._drift(step + 1, largest(parameters.values()))
-            after = self._gather(folder, PARAMETERS, step + 1)
+            after = self._parameters(folder, step + 1)
             found += compare(after, parameters, dict.fromkeys(parameters, limit), step + 1, resumed=False)
         return found
 

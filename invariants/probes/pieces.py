@@ -109,16 +109,29 @@ def _dtype(values: Tensor) -> str:
 
 
 def dump(path: Path, held: Iterable[Held]) -> None:
-    """Write all pieces into one file."""
-    pieces = list(pieces_of(held))
-    places = [{**asdict(replace(piece, values=None)), "values": piece.values is not None} for piece in pieces]
-    tensors = {str(index): piece.values.clone() for index, piece in enumerate(pieces) if piece.values is not None}
-    save_file(tensors, path, metadata={"pieces": json.dumps(places)})
+    """Write all pieces into one file: one flat tensor a dtype, and where each piece lies in it."""
+    values: dict[str, list[Tensor]] = {}
+    starts: dict[str, int] = {}
+    places = []
+    for piece in pieces_of(held):
+        place = {**asdict(replace(piece, values=None)), "values": None}
+        if piece.values is not None:
+            dtype = _dtype(piece.values)
+            place["values"] = dtype, starts.get(dtype, 0)
+            values.setdefault(dtype, []).append(piece.values)
+            starts[dtype] = starts.get(dtype, 0) + piece.values.numel()
+        places.append(place)
+    save_file({dtype: torch.cat(parts) for dtype, parts in values.items()}, path, {"pieces": json.dumps(places)})
 
 
 def read(path: Path) -> Iterator[Piece]:
     """Read what `dump` wrote."""
     with safe_open(path, framework="pt") as file:
-        for index, place in enumerate(json.loads(file.metadata()["pieces"])):
-            values = file.get_tensor(str(index)) if place["values"] else None
-            yield Piece(**{**place, "whole": tuple(place["whole"]), "values": values})
+        flat = {dtype: file.get_tensor(dtype) for dtype in file.keys()}  # noqa: SIM118 - it is no mapping
+        places = json.loads(file.metadata()["pieces"])
+    for place in places:
+        values = None
+        if place["values"] is not None:
+            dtype, start = place["values"]
+            values = flat[dtype][start : start + place["hi"] - place["lo"]]
+        yield Piece(**{**place, "whole": tuple(place["whole"]), "values": values})
