@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
+from invariants.errors import UsageError
+
 if TYPE_CHECKING:
     import torch
     from hypothesis.strategies import SearchStrategy
@@ -107,8 +109,27 @@ class Promises:
     bits as the uninterrupted one, or agrees within the tolerance rule. `lowering`: how a schedule that lists
     computation only is turned into sends and receives, by the name that `invariants.schedule.lowering` gives it;
     None where the schedule contains them already, or nobody knows. `generators`: whose random states a checkpoint gives
-    back to each rank.
+    back to each rank. `state_tensors`: tensors of optimizer state for each parameter, counters aside; None where they
+    are those of torch's optimizer of the case's kind with its defaults (2 for adam and adamw, 0 for sgd).
     """
+
+    def __post_init__(self) -> None:
+        allowed: Mapping[str, Sequence[object]] = {
+            "layout": ("flat", "whole-parameter", "replicated"),
+            "resume": ("bitwise", "tolerance"),
+            "masters": (True, False),
+        }
+        for name, values in allowed.items():
+            if getattr(self, name) not in values:
+                expected = ", ".join(map(repr, values))
+                raise UsageError(f"promises: {name}={getattr(self, name)!r}: expected one of {expected}")
+        for name in self.generators:
+            if name not in ("torch", "python", "numpy"):
+                raise UsageError(f"promises: generator {name!r}: expected 'torch', 'python' or 'numpy'")
+        if self.alignment < 1:
+            raise UsageError(f"promises: alignment={self.alignment}: expected 1 or more")
+        if self.state_tensors is not None and self.state_tensors < 0:
+            raise UsageError(f"promises: state_tensors={self.state_tensors}: expected 0 or more, or None")
 
     layout: Literal["flat", "whole-parameter", "replicated"] = "replicated"
     alignment: int = 1
@@ -116,6 +137,7 @@ class Promises:
     resume: Literal["bitwise", "tolerance"] = "tolerance"
     lowering: str | None = None
     generators: tuple[Literal["torch", "python", "numpy"], ...] = ("torch",)
+    state_tensors: int | None = None
 
 
 class Trainer(Protocol):
