@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from invariants.case import Case
 from invariants.errors import UsageError, WorldError
 from invariants.evidence import Evidence, Loss, Reload, Resume, Section
-from invariants.probes.records import Analysis, Built, Trained
+from invariants.probes.records import Analysis, Built, Expected, Trained
 from invariants.target import Preloads
 from invariants.world.failure import RankFailed
 
@@ -119,10 +120,10 @@ class _Run:
         if mistake := next((rank.mistake for rank in built if rank.mistake), None):
             raise UsageError(mistake)
         refusals = [rank.refused for rank in built]
-        if all(refusals):
-            self.refused = refusals[0]
+        if all(reason is not None for reason in refusals):
+            self.refused = refusals[0] or "without a reason"
             return False
-        if any(refusals):
+        if any(reason is not None for reason in refusals):
             raise WorldError(f"some ranks refused the case and others did not: {refusals}")
         rows = [rank.row for rank in built if rank.row is not None]
         if len(rows) == len(built):
@@ -141,7 +142,9 @@ class _Run:
         world = self.pool.fresh(self.case.topology.world_size)
         try:
             with self._session(world):
-                self._build(world)
+                if not self._build(world):
+                    reason, self.refused = self.refused, None
+                    raise WorldError(f"the target refused in fresh processes what it had built before: {reason}")
                 checkpoint = self.folder / "trained" / "checkpoint"
                 resumed: list[Trained] = self._call(world, _resume_on_rank, self.folder / "resumed", checkpoint)
         finally:
@@ -151,7 +154,8 @@ class _Run:
         self.found[Section.RELOAD] = Reload(*states)
         save_after = self.case.save_after or 0
         uninterrupted = tuple(s for s in self.found[Section.REPLICAS] if s.step > save_after)
-        self.found[Section.RESUME] = Resume(uninterrupted, tuple(s for s in snapshots if s.step > save_after), ())
+        later = tuple(s for s in snapshots if s.step > save_after)
+        self.found[Section.RESUME] = Resume(uninterrupted, later, (), _same_losses(trained, resumed))
         self.found[Section.REPLICAS] += snapshots
         return resumed
 
@@ -172,20 +176,29 @@ class _Run:
                 *folders,
                 frozenset.intersection(*map(frozenset, skips)),
             )
-        self.found[Section.LOSSES] = _losses(trained, analysis)
-        if analysis.gradients is None:
-            reason = f"target {self.target.name}: its trainer does not report its reduced gradients"
-            self.absent |= dict.fromkeys((Section.GRADIENTS, Section.UPDATES), reason)
-        else:
-            self.found[Section.GRADIENTS] = tuple(analysis.gradients)
-            self.found[Section.UPDATES] = tuple(analysis.updates)
+        self.found[Section.LOSSES] = _losses(trained, analysis.losses)
+        self._note_gradients(trained, analysis)
         if analysis.trajectory is not None:
             self.found[Section.TRAJECTORY] = tuple(analysis.trajectory)
         else:
             self.absent[Section.TRAJECTORY] = f"precision {self.case.precision}: only float64 tells right from wrong"
-        if judged and analysis.resumed is not None:
+        if judged and resumed is not None and analysis.resumed is not None:
             del self.lost[Section.RESUME]
-            self.found[Section.RESUME] = replace(resume, deviations=tuple(analysis.resumed))
+            losses = _losses(resumed, analysis.resumed_losses)
+            self.found[Section.RESUME] = replace(resume, deviations=tuple(analysis.resumed), losses=losses)
+
+    def _note_gradients(self, trained: Sequence[Trained], analysis: Analysis) -> None:
+        silent = [(rank, seen.step) for rank, run in enumerate(trained) for seen in run.steps if not seen.observed]
+        if analysis.gradients is not None and analysis.updates is not None:
+            self.found[Section.GRADIENTS] = tuple(analysis.gradients)
+            self.found[Section.UPDATES] = tuple(analysis.updates)
+        elif len(silent) == sum(len(run.steps) for run in trained):
+            reason = f"target {self.target.name}: its trainer does not report its reduced gradients"
+            self.absent |= dict.fromkeys((Section.GRADIENTS, Section.UPDATES), reason)
+        else:
+            rank, step = silent[0]
+            reason = f"rank {rank} did not report its reduced gradients in step {step}; elsewhere they were reported"
+            self.lost |= dict.fromkeys((Section.GRADIENTS, Section.UPDATES), reason)
 
     @contextlib.contextmanager
     def _session(self, world: World) -> Iterator[None]:
@@ -195,7 +208,8 @@ class _Run:
         except RankFailed:
             raise  # the ranks are gone, and their patches with them
         except BaseException:
-            self._call(world, _close_on_rank)
+            if world.pids:  # a Ctrl-C has ended them
+                self._call(world, _close_on_rank)
             raise
         self._call(world, _close_on_rank)
         world.reset()
@@ -208,12 +222,24 @@ def _chained(parts: Iterable[Iterable[Any]]) -> tuple[Any, ...]:
     return tuple(itertools.chain.from_iterable(parts))
 
 
-def _losses(trained: Sequence[Trained], analysis: Analysis) -> tuple[Loss, ...]:
-    expected = {each.step: each for each in analysis.losses}
+def _losses(runs: Sequence[Trained], expected: Iterable[Expected]) -> tuple[Loss, ...]:
+    """What each rank reported, beside the reference."""
+    by_step = {each.step: each for each in expected}
     return tuple(
-        Loss(rank, seen.step, seen.loss, expected[seen.step].loss, expected[seen.step].tolerance, seen.finite)
-        for rank, run in enumerate(trained)
+        Loss(rank, seen.step, seen.loss, by_step[seen.step].loss, by_step[seen.step].tolerance, seen.finite)
+        for rank, run in enumerate(runs)
         for seen in run.steps
+    )
+
+
+def _same_losses(trained: Sequence[Trained], resumed: Sequence[Trained]) -> tuple[Loss, ...]:
+    """What each rank reported after the load, beside what it reported in the same step without one."""
+    before = {(rank, seen.step): seen.loss for rank, run in enumerate(trained) for seen in run.steps}
+    return tuple(
+        Loss(rank, seen.step, seen.loss, math.nan if reference is None else reference, 0.0, seen.finite)
+        for rank, run in enumerate(resumed)
+        for seen in run.steps
+        for reference in [before[rank, seen.step]]
     )
 
 

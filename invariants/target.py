@@ -250,6 +250,18 @@ class HasFaults(Protocol):
 
 
 @runtime_checkable
+class HasUpdateRule(Protocol):
+    """A target that updates otherwise than torch's optimizer of the case's kind with its defaults."""
+
+    def update_rule(self, case: Case, parameters: Mapping[str, torch.Tensor]) -> Callable[[], object]:
+        """A function that makes one update of `parameters`, whole tensors by name, from their `.grad`, in place.
+
+        The gradients are the reduced ones of the whole model, before clipping; what the rule does with them, clip,
+        decay, change the rate with the step, is written here once more, without shards. It is called once a step.
+        """
+
+
+@runtime_checkable
 class HasKnown(Protocol):
     """A target with violations that are known and reported."""
 

@@ -28,23 +28,22 @@ def analyse(
 ) -> Analysis:
     """Compare each step of the run that dumped into `trained`, and of the one into `resumed`, with the reference.
 
-    `skipped` are the steps, counted from 1, in which no rank updates.
+    `skipped` are the steps, counted from 1, of which all ranks say that they made no update.
     """
     judge = Judge(context, target, case, skipped)
     analysis = Analysis()
     steps = len(case.windows)
     for step in range(steps):
-        if step == case.save_after:
-            judge.mark()
         judge.step(trained, step, analysis, resumed=False)
     if case.precision == "float64":
         analysis.trajectory = judge.trajectory(trained)
     if resumed is not None and case.save_after is not None and analysis.gradients is not None:
-        judge.back_to_mark()
+        judge.start_again(trained, case.save_after)
         later = Analysis()
         for step in range(case.save_after, steps):
             judge.step(resumed, step, later, resumed=True)
         analysis.resumed = [*(later.gradients or ()), *(later.updates or ())]
+        analysis.resumed_losses = later.losses
     return analysis
 
 
@@ -56,19 +55,22 @@ class Judge:
         self.dtype = DTYPES[case.precision]
         self.exact = Reference(target, case, context, decomposed=False)
         self.rounded = Reference(target, case, context, decomposed=True)
-        trained, dtypes = self.exact.trained, (torch.float64, self.dtype)
-        self.optimizers = [ReferenceOptimizer(case.optimizer, trained, dtype) for dtype in dtypes]
+        self.optimizers = self._optimizers()
         self.gradient_limit = 0.0
         self._gathered: dict[tuple[Path, int], dict[str, Whole]] = {}
 
-    def mark(self) -> None:
-        """Remember the optimizers' state at the save."""
-        self._marked = [optimizer.state() for optimizer in self.optimizers]
+    def _optimizers(self) -> list[ReferenceOptimizer]:
+        """Exact, and in the case's precision."""
+        dtypes, shapes = (torch.float64, self.dtype), self.exact.trained
+        return [ReferenceOptimizer(self.target, self.case, shapes, dtype) for dtype in dtypes]
 
-    def back_to_mark(self) -> None:
-        """Go back to it."""
-        for optimizer, state in zip(self.optimizers, self._marked, strict=True):
-            optimizer.restore(state)
+    def start_again(self, folder: Path, steps: int) -> None:
+        """Bring the optimizers to where they were after `steps` steps of the run in `folder`, by the same gradients."""
+        self.optimizers = self._optimizers()
+        for step in range(steps):
+            gradients = gather(folder, GRADIENTS, step, self.case.topology.world_size)
+            start = {name: whole.values for name, whole in self._parameters(folder, step).items()}
+            self._updated(start, gradients or {}, step + 1)
 
     def step(self, folder: Path, step: int, analysis: Analysis, *, resumed: bool) -> None:
         """Judge one step, at the parameters and with the gradients that the ranks had."""
@@ -116,26 +118,34 @@ class Judge:
     def _updates(
         self, start: Values, gradients: Mapping[str, Whole], after: Mapping[str, Whole], step: int, resumed: bool
     ) -> list[Deviation]:
-        expected, rounded = dict(start), dict(start)
-        if step not in self.skipped:
-            observed = {name: whole.values if whole.present else None for name, whole in gradients.items()}
-            for optimizer, values in zip(self.optimizers, (expected, rounded), strict=True):
-                values.update(optimizer.update(start, observed))
+        expected, rounded = self._updated(start, gradients, step)
         limits = tolerances(expected, [rounded], self.dtype)
         limits.update((name, 0.0) for name in start.keys() - set(self.exact.trained))
         return list(compare(after, expected, limits, step, resumed=resumed))
+
+    def _updated(
+        self, start: Values, gradients: Mapping[str, Whole], step: int
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Parameters after the update, exact and rounded; a skip is believed where a gradient is not finite."""
+        expected, rounded = dict(start), dict(start)
+        finite = all(bool(whole.values.isfinite().all()) for whole in gradients.values())
+        if finite or step not in self.skipped:
+            observed = {name: whole.values if whole.present else None for name, whole in gradients.items()}
+            for optimizer, values in zip(self.optimizers, (expected, rounded), strict=True):
+                values.update(optimizer.update(start, observed))
+        return expected, rounded
 
     def trajectory(self, folder: Path) -> list[Deviation]:
         """Judge parameters after each step against a reference that went its own way from the first ones."""
         found: list[Deviation] = []
         first = {name: whole.values for name, whole in self._parameters(folder, 0).items()}
         free = Reference(self.target, self.case, self.context, decomposed=False)
-        optimizer = ReferenceOptimizer(self.case.optimizer, free.trained, torch.float64)
+        optimizer = ReferenceOptimizer(self.target, self.case, free.trained, torch.float64)
         parameters = dict(first)
         for step in range(len(self.case.windows)):
             _, gradients = self._at(free, parameters, step)
-            if step + 1 not in self.skipped:
-                parameters.update(optimizer.update(parameters, gradients))
+            given = {name: None if name in free.unused else value for name, value in gradients.items()}
+            parameters.update(optimizer.update(parameters, given))
             limit = self._drift(step + 1, largest(parameters.values()))
             after = self._parameters(folder, step + 1)
             found += compare(after, parameters, dict.fromkeys(parameters, limit), step + 1, resumed=False)

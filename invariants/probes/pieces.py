@@ -40,17 +40,36 @@ class Piece:
 def pieces_of(held: Iterable[Held]) -> Iterator[Piece]:
     """Cut what a trainer holds into pieces on the CPU; a place that does not fit its tensor is a `UsageError`."""
     for part in held:
+        _check(part)
         size = torch.Size(part.global_shape).numel()
         ranges = _ranges(part, size)
         tensor = None if part.tensor is MISSING else part.tensor.detach().cpu().reshape(-1)
         elements = sum(hi - lo for lo, hi, _ in ranges)
         if tensor is not None and tensor.numel() != elements:
-            raise UsageError(f"held {part.name}: a tensor of {tensor.numel()} elements for a place of {elements}")
+            state = f", state {part.state_key!r}" if part.state_key else ""
+            raise UsageError(
+                f"held {part.name}{state}: a tensor of {tensor.numel()} elements for a place of {elements}; "
+                "global_shape is the whole tensor's own shape, () for a step counter"
+            )
         for lo, hi, start in ranges:
             values = None if tensor is None else tensor[start : start + hi - lo]
             yield Piece(
                 part.name, lo, hi, part.global_shape, part.state_key, part.group, part.role, part.trainable, values
             )
+
+
+def _check(part: Held) -> None:
+    if not isinstance(part, Held):
+        raise UsageError(f"held yielded a {type(part).__name__}: expected Held objects")
+    if part.tensor is MISSING:
+        return
+    what = part.name if part.state_key is None else f"{part.name}, state {part.state_key!r}"
+    if not isinstance(part.tensor, Tensor):
+        raise UsageError(f"held {what}: {type(part.tensor).__name__} for a tensor: where there is none, say MISSING")
+    if part.tensor.is_complex() or part.tensor.layout is not torch.strided:
+        raise UsageError(
+            f"held {what}: {part.tensor.dtype}, {part.tensor.layout}: expected a dense tensor of real numbers"
+        )
 
 
 def _ranges(part: Held, size: int) -> list[tuple[int, int, int]]:
@@ -62,6 +81,11 @@ def _ranges(part: Held, size: int) -> list[tuple[int, int, int]]:
         return [(lo, hi, 0)]
     if part.slices is None:
         return [(0, size, 0)]
+    lengths = part.global_shape
+    if len(part.slices) != len(lengths) or any(
+        not 0 <= a <= b <= length for (a, b), length in zip(part.slices, lengths, strict=False)
+    ):
+        raise UsageError(f"held {part.name}: slices {part.slices} lie outside of the shape {lengths}")
     index = torch.arange(size).view(part.global_shape)[tuple(slice(a, b) for a, b in part.slices)].reshape(-1)
     if not index.numel():
         return []

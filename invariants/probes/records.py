@@ -19,12 +19,15 @@ class Built:
 
 @dataclass(frozen=True)
 class Stepped:
-    """What a step showed: `loss` as reported; whether all parameters are finite; whether it was skipped."""
+    """What a step showed: `loss` as reported; whether all parameters are finite; whether the trainer says that it
+    skipped the update; whether it reported its reduced gradients.
+    """
 
     step: int
     loss: float | None
     finite: bool
     skipped: bool
+    observed: bool
 
 
 @dataclass
@@ -56,3 +59,4 @@ class Analysis:
     updates: list[Deviation] | None = field(default_factory=list)
     trajectory: list[Deviation] | None = None
     resumed: list[Deviation] | None = None
+    resumed_losses: list[Expected] = field(default_factory=list)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -10,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from invariants.case import Case, OptimizerSpec, Topology
+from invariants.case import Case, Topology
 from invariants.errors import UsageError
 from invariants.probes.data import in_precision
 from invariants.probes.pieces import pieces_of
 from invariants.probes.whole import Values
-from invariants.target import HasReference, Held, Kind, Moment, Target, Trainer, Window
+from invariants.target import HasReference, HasUpdateRule, Held, Kind, Moment, Target, Trainer, Window
 from invariants.world.context import RankContext
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
@@ -40,8 +39,9 @@ class Reference:
             self.trainer = target.build(_one_rank(case) if decomposed else case.single(), context)
 
         held = list(self.trainer.held(Kind.PARAMETER))
+        self.unused: set[str] = set()
         self.names = {part.name for part in held}
-        self.trained = tuple(dict.fromkeys(part.name for part in held if part.trainable))
+        self.trained = {part.name: part.global_shape for part in held if part.trainable}
 
     def set(self, parameters: Values) -> None:
         """Take over values, flattened, by name."""
@@ -60,6 +60,12 @@ class Reference:
                 elif held.slices is not None:
                     part = part[tuple(slice(*bounds) for bounds in held.slices)]
                 held.tensor.copy_(part.reshape(held.tensor.shape))
+            found = _flat(self.trainer.held(Kind.PARAMETER))
+        for name, values in parameters.items():
+            if not torch.equal(found[name].nan_to_num(), values.to(found[name].dtype).nan_to_num()):
+                raise UsageError(
+                    f"reference: held(PARAMETER) yields a copy of {name}: what is put into it must reach the model"
+                )
 
     def step(self, window: Window) -> tuple[float, dict[str, Tensor]]:
         """Train on a window; its loss, and the gradients before the update, flattened, zero where there is none."""
@@ -72,8 +78,8 @@ class Reference:
         loss = self.trainer.step(in_precision(window, self.dtype), observe).loss
         if loss is None:
             raise UsageError("reference: its step reports no loss; a single process knows it")
-        trained = {held.name: held for held in self.trainer.held(Kind.PARAMETER) if held.trainable}
-        zeros = {name: torch.zeros(torch.Size(held.global_shape).numel()) for name, held in trained.items()}
+        self.unused = self.trained.keys() - gradients.keys()
+        zeros = {name: torch.zeros(torch.Size(shape).numel()) for name, shape in self.trained.items()}
         return loss, {name: gradients.get(name, zero) for name, zero in zeros.items()}
 
 
@@ -95,27 +101,30 @@ def _flat(held: Iterable[Held]) -> dict[str, Tensor]:
 
 
 class ReferenceOptimizer:
-    """torch's optimizer of the case's kind, on flattened tensors, in `dtype`; its state carries over between steps."""
+    """The target's own update rule, else torch's optimizer of the case's kind, on plain tensors in `dtype`.
 
-    def __init__(self, spec: OptimizerSpec, names: Iterable[str], dtype: torch.dtype) -> None:
-        self._slots = {name: torch.zeros(0, dtype=dtype, requires_grad=True) for name in names}
-        rule: dict[str, Any] = {"lr": spec.lr, "weight_decay": spec.weight_decay, "foreach": False}
-        self._optimizer = OPTIMIZERS[spec.kind](list(self._slots.values()), **rule)
-        self._dtype = dtype
+    Its state carries over between steps.
+    """
+
+    def __init__(self, target: Target, case: Case, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> None:
+        self._slots = {name: torch.zeros(shape, dtype=dtype, requires_grad=True) for name, shape in shapes.items()}
+        if isinstance(target, HasUpdateRule):
+            self._step = target.update_rule(case, self._slots)
+        else:
+            rule: dict[str, Any] = {
+                "lr": case.optimizer.lr,
+                "weight_decay": case.optimizer.weight_decay,
+                "foreach": False,
+            }
+            optimizer = OPTIMIZERS[case.optimizer.kind](list(self._slots.values()), **rule)
+            self._step = optimizer.step
 
     def update(self, parameters: Values, gradients: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
-        """Parameters after one step from `parameters` by `gradients`; one without a gradient stays as it is."""
+        """Flattened parameters after one step from `parameters` by `gradients`; one without a gradient may stay."""
         for name, slot in self._slots.items():
             gradient = gradients.get(name)
-            slot.data = parameters[name].to(self._dtype, copy=True)
-            slot.grad = None if gradient is None else gradient.to(self._dtype, copy=True)
-        self._optimizer.step()
-        return {name: slot.data.clone() for name, slot in self._slots.items()}
-
-    def state(self) -> dict[str, Any]:
-        """A copy of the state, for `restore`."""
-        return copy.deepcopy(self._optimizer.state_dict())
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Go back to it."""
-        self._optimizer.load_state_dict(state)
+            slot.grad = None if gradient is None else gradient.to(slot.dtype, copy=True).view(slot.shape)
+            with torch.no_grad():
+                slot.copy_(parameters[name].view(slot.shape))
+        self._step()
+        return {name: slot.detach().reshape(-1).clone() for name, slot in self._slots.items()}

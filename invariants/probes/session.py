@@ -26,7 +26,18 @@ from invariants.probes.activations import Activations
 from invariants.probes.data import window_of
 from invariants.probes.pieces import dump, owned_of, pieces_of, prints_of
 from invariants.probes.records import Built, Stepped, Trained
-from invariants.target import Closes, Counts, HasFaults, Kind, Moment, Pipelines, Saves, Target, Trainer
+from invariants.target import (
+    Closes,
+    Counts,
+    HasFaults,
+    Kind,
+    Moment,
+    Pipelines,
+    Saves,
+    StepResult,
+    Target,
+    Trainer,
+)
 from invariants.world.context import RankContext
 
 PARAMETERS, GRADIENTS = "parameters", "gradients"
@@ -73,6 +84,7 @@ def resume(context: RankContext, folder: Path, checkpoint: Path) -> Trained:
     assert session.case.save_after is not None
     assert isinstance(session.trainer, Saves)
     _seed(_UNLIKELY_SEED)
+    session.scramble()
     session.trainer.load(checkpoint)
     session.folder, session.done, session.loaded = folder, session.case.save_after, True
     session.record_state()
@@ -104,22 +116,27 @@ class Session:
     def step(self) -> None:
         """Train on the next window."""
         rank = self.context.rank
+        gradients = dump_path(self.folder, GRADIENTS, self.done, rank)
         _draw()
 
         def observe(moment: Moment) -> None:
-            if moment is Moment.REDUCED:
-                dump(dump_path(self.folder, GRADIENTS, self.done, rank), self.trainer.held(Kind.GRADIENT))
+            if moment is not Moment.REDUCED:
+                raise UsageError(f"step: observe({moment!r}): expected Moment.REDUCED")
+            dump(gradients, self.trainer.held(Kind.GRADIENT))
 
         window = window_of(self.target, self.case, self.done)
         with self.activations.watching():
             result = self.trainer.step(window, observe)
+        if not isinstance(result, StepResult):
+            raise UsageError(f"step returned {type(result).__name__}: expected a StepResult")
         self.done += 1
         finite = all(
             bool(piece.values.isfinite().all())
             for piece in pieces_of(self.trainer.held(Kind.PARAMETER))
             if piece.values is not None
         )
-        self.recorded.steps.append(Stepped(self.done, result.loss, finite, result.skipped))
+        skipped = bool(result.skipped)
+        self.recorded.steps.append(Stepped(self.done, _loss(result), finite, skipped, gradients.exists()))
         self.recorded.peaks += self.activations.peaks(rank, self.done)
         self.snapshot()
 
@@ -133,7 +150,7 @@ class Session:
     def record_state(self) -> None:
         """Record what a checkpoint must give back."""
         optimizer = (*prints_of(self.trainer.held(Kind.OPTIMIZER)), *self._masters())
-        steps = self.trainer.steps_done() if isinstance(self.trainer, Counts) else None
+        steps = int(self.trainer.steps_done()) if isinstance(self.trainer, Counts) else None
         generators = tuple((name, GENERATORS[name]()) for name in self.target.promises.generators)
         parameters = prints_of(self.trainer.held(Kind.PARAMETER))
         self.recorded.state = State(self.context.rank, parameters, optimizer, generators, steps)
@@ -147,11 +164,27 @@ class Session:
         for kind in (Kind.PARAMETER, Kind.OPTIMIZER, Kind.MASTER):
             self.recorded.owned += owned_of(self.trainer.held(kind), self.context.rank, kind.value)
 
+    def scramble(self) -> None:
+        """Overwrite all parameters: a load that leaves one out would else find it as the seed made it."""
+        generator = torch.Generator().manual_seed(_UNLIKELY_SEED)
+        with torch.no_grad():
+            for held in self.trainer.held(Kind.PARAMETER):
+                if isinstance(held.tensor, torch.Tensor) and held.tensor.is_floating_point():
+                    held.tensor.copy_(torch.rand(held.tensor.shape, generator=generator))
+
     def close(self) -> None:
         """Leave the modules as they were and release what the trainer holds."""
         self.activations.close()
         if isinstance(self.trainer, Closes):
             self.trainer.close()
+
+
+def _loss(result: StepResult) -> float | None:
+    """The reported loss as a number: a tensor or numpy scalar of one element is one as well."""
+    try:
+        return None if result.loss is None else float(result.loss)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise UsageError(f"step: StepResult.loss is a {type(result.loss).__name__}: expected a number") from error
 
 
 def dump_path(folder: Path, moment: str, step: int, rank: int) -> Path:

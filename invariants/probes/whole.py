@@ -137,6 +137,7 @@ def tolerances(exact: Values, rounded: Sequence[Values], dtype: torch.dtype) -> 
         if error > FAR * unit:
             raise UsageError(
                 f"reference: {name} in its own precision is far from itself in float64, by {error:.3g}; on one rank a "
-                "target must train on the whole of each batch, and draw nothing from random generators"
+                "step must train on the whole of each batch, and depend on parameters and batch alone: on no buffer, "
+                "count of steps or random generator"
             )
     return {name: max(8 * error, 16 * unit) for name, error in errors.items()}

@@ -25,6 +25,7 @@ class Linear:
         self.rank, self.case, self.behaviour, self.steps = rank, case, behaviour, 0
         self.weight = torch.ones(3, dtype=getattr(torch, case.precision))
         self.gradient = torch.zeros_like(self.weight)
+        self.velocity = torch.zeros_like(self.weight)
         if behaviour.get("saves", True):
             self.save, self.load = self._save, self._load
 
@@ -39,17 +40,27 @@ class Linear:
         self.gradient = torch.full_like(self.weight, float(total))
         dist.all_reduce(self.gradient)
         loss = float(self.gradient @ self.weight)
-        if self.behaviour.get("observes", True):
-            observe(Moment.REDUCED)
-        skipped = self.behaviour.get("skips", False)
+        told = self.behaviour
+        if told.get("infinite") and self.rank.world_size > 1:
+            self.gradient *= float("inf")
+        if told.get("observes", True) and told.get("forgets_to_observe") != (self.rank.rank, self.steps):
+            observe(told.get("moment", Moment.REDUCED))
+        skipped = told.get("skips", False)
         if not skipped:
-            self.weight -= self.case.optimizer.lr * self.gradient
+            self.velocity = told.get("momentum", 0) * self.velocity + self.gradient
+            self.weight -= self.case.optimizer.lr * self.velocity
         self.steps += 1
-        return StepResult(loss, skipped=skipped)
+        if "result" in told:
+            return told["result"]
+        return StepResult(told.get("loss", torch.tensor(loss) if told.get("tensor_loss") else loss), skipped=skipped)
 
     def held(self, kind):
         if kind is Kind.PARAMETER:
-            yield Held("w", self.weight, (3,))
+            yield Held("w", self.weight.clone() if self.behaviour.get("copies") else self.weight, (3,))
+        elif kind is Kind.OPTIMIZER and self.behaviour.get("momentum"):
+            yield Held("w", self.velocity, (3,), state_key="momentum_buffer")
+        elif kind is Kind.GRADIENT and self.behaviour.get("none"):
+            yield Held("w", None, (3,))
         elif kind is Kind.GRADIENT:
             yield Held(
                 "w", MISSING if self.behaviour.get("missing") and self.rank.world_size > 1 else self.gradient, (3,)
@@ -61,7 +72,9 @@ class Linear:
 
         self.behaviour.get("save", lambda *_: None)(self.rank)
         path.mkdir(exist_ok=True)
-        save_file({"w": self.weight, "rng": torch.get_rng_state()}, path / f"{self.rank.rank}.safetensors")
+        save_file(
+            {"w": self.weight, "v": self.velocity, "rng": torch.get_rng_state()}, path / f"{self.rank.rank}.safetensors"
+        )
 
     def _load(self, path):
         import torch
@@ -69,7 +82,9 @@ class Linear:
 
         self.behaviour.get("load", lambda *_: None)(self.rank)
         state = load_file(path / f"{self.rank.rank}.safetensors")
-        self.weight.copy_(state["w"])
+        self.velocity.copy_(state["v"])
+        if self.behaviour.get("reads", True):
+            self.weight.copy_(state["w"])
         torch.set_rng_state(state["rng"])
 
 
@@ -80,7 +95,8 @@ class Own:
 
     def __init__(self, **behaviour):
         self.behaviour = behaviour
-        self.promises = Promises(resume=behaviour.get("resume", "bitwise"))
+        state_tensors = 1 if "momentum" in behaviour else None
+        self.promises = Promises(resume=behaviour.get("resume", "bitwise"), state_tensors=state_tensors)
 
     def cases(self):
         return data_parallel_cases(optimizers=("sgd",))
@@ -91,6 +107,15 @@ class Own:
 
     def faults(self):
         return {"dies": Fault("", lambda: contextlib.nullcontext()), "patches": Fault("", patch)}
+
+
+class WithRule(Own):
+    """Says how it updates."""
+
+    def update_rule(self, case, parameters):
+        import torch
+
+        return torch.optim.SGD(parameters.values(), lr=case.optimizer.lr, momentum=self.behaviour["momentum"]).step
 
 
 @contextlib.contextmanager
@@ -168,10 +193,75 @@ def test_what_a_trainer_lacks_is_not_applicable(run):
     assert run(Own(), replace(CASE, history=CASE.history[:2])).absent["resume"] == "the history does not save"
 
 
-def test_skipped_steps_change_nothing(run):
-    evidence = run(Own(skips=True))
-    assert statuses(evidence)["parameters.reference"] == "holds"
-    assert {(update.expected, update.error) for update in evidence.updates} == {(1.0, 0.0)}
+def test_a_skip_excuses_no_update_by_finite_gradients(run):
+    assert statuses(run(Own(skips=True)))["parameters.reference"] == "violated"
+    infinite = run(Own(skips=True, infinite=True))
+    assert {(update.expected, update.error) for update in infinite.updates} == {(1.0, 0.0)}
+    assert statuses(infinite)["gradients.reference"] == "violated"
+
+
+def test_one_report_that_is_missing_is_not_the_absence_of_all(run):
+    evidence = run(Own(forgets_to_observe=(1, 2)))
+    assert "rank 1 did not report its reduced gradients in step 3" in evidence.lost["gradients"]
+    assert statuses(evidence)["gradients.reference"] == "unknown"
+
+
+def test_an_update_rule_of_the_target_is_the_measure(run):
+    assert statuses(run(Own(momentum=0.9)))["parameters.reference"] == "violated"
+    for resume in ("bitwise", "tolerance"):
+        found = statuses(run(WithRule(momentum=0.9, resume=resume)))
+        assert "violated" not in found.values(), found
+        assert found["parameters.reference"] == found["checkpoint.resume"] == "holds"
+
+
+def test_what_a_load_leaves_out_is_not_found_as_the_seed_made_it(run):
+    found = statuses(run(Own(load=lambda rank: None, reads=False)))
+    assert found["checkpoint.identical"] == "violated"
+
+
+def test_the_losses_of_the_resumed_run_are_evidence(run):
+    evidence = run(Own())
+    assert [(loss.rank, loss.step) for loss in evidence.resume.losses] == [(0, 3), (0, 4), (1, 3), (1, 4)]
+    assert all(loss.reported == loss.reference and loss.tolerance == 0 for loss in evidence.resume.losses)
+    assert all(loss.tolerance > 0 for loss in run(Own(resume="tolerance")).resume.losses)
+
+
+def test_a_refusal_in_fresh_processes_alone_loses_the_reload(run, tmp_path_factory):
+    mark = tmp_path_factory.mktemp("marks")
+
+    def once(rank):
+        place = mark / str(rank.rank)
+        if place.exists():
+            raise Refused("built before")
+        place.touch()
+
+    evidence = run(Own(build=lambda rank: rank.world_size > 1 and once(rank)))
+    assert evidence.refused is None
+    assert "built before" in evidence.lost["reload"]
+    assert statuses(evidence)["gradients.reference"] == "holds"
+
+
+def test_a_refusal_without_words_is_one(run):
+    assert run(Own(build=lambda rank: fail(Refused())())).refused == "without a reason"
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "words"),
+    [
+        ({"result": 1.0}, "step returned float: expected a StepResult"),
+        ({"loss": "high"}, "StepResult.loss is a str: expected a number"),
+        ({"moment": "reduced"}, "expected Moment.REDUCED"),
+        ({"copies": True}, "held(PARAMETER) yields a copy of w"),
+        ({"none": True}, "held w: NoneType for a tensor: where there is none, say MISSING"),
+    ],
+)
+def test_a_mistake_of_an_adapter_is_named(run, behaviour, words):
+    evidence = run(Own(**behaviour))
+    assert any(words in reason for reason in evidence.lost.values()), evidence.lost
+
+
+def test_a_loss_may_be_a_tensor(run):
+    assert statuses(run(Own(tensor_loss=True)))["loss.finite"] == "holds"
 
 
 def test_a_missing_gradient_is_no_zero(run):

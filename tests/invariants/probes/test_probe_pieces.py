@@ -96,6 +96,20 @@ def test_digests_see_a_bit_that_norms_do_not():
         (lambda torch: Held("w", torch.zeros(3), (4,), flat_range=(0, 2)), "a tensor of 3 elements for a place of 2"),
         (lambda torch: Held("w", torch.zeros(1), (4,), flat_range=(4, 5)), "flat_range (4, 5) lies outside of 4"),
         (lambda torch: Held("w", torch.zeros(5), (4,), slices=((0, 4),)), "a tensor of 5 elements for a place of 4"),
+        (
+            lambda torch: Held("w", torch.zeros(4), (4,), slices=((0, 9),)),
+            "slices ((0, 9),) lie outside of the shape (4,)",
+        ),
+        (lambda torch: Held("w", torch.zeros(4), (4, 1), slices=((0, 4),)), "lie outside of the shape (4, 1)"),
+        (
+            lambda torch: Held("w", torch.zeros(1), (8,), state_key="step"),
+            "held w, state 'step': a tensor of 1 elements",
+        ),
+        (
+            lambda torch: Held("w", torch.zeros(2, dtype=torch.complex64), (2,)),
+            "expected a dense tensor of real numbers",
+        ),
+        (lambda torch: torch.zeros(2), "held yielded a Tensor: expected Held objects"),
     ],
 )
 def test_a_place_that_does_not_fit_is_refused(held, words):
