@@ -113,18 +113,24 @@ def data_parallel_cases(
     batch_sizes: Sequence[int] = (1, 2, 3),
     precisions: Sequence[Precision] = ("float64", "float32"),
     optimizers: Sequence[OptimizerKind] = ("adam",),
+    masks: Sequence[Mask] = ("full",),
+    decays: Sequence[float] = (0.0,),
     max_window: int = 2,
 ) -> Case:
     """Cases of training with replicas and no pipeline, for targets with a model and, by `Feeds`, data of their own.
 
-    Each replica's share of a batch has one of `batch_sizes` samples; weight decay is 0.
+    Each replica's share of a batch has one of `batch_sizes` samples. Where tokens are masked, give `masks`: an error in
+    what a loss is divided by shows only there.
     """
     return Case(
         topology=Topology.of(dp=draw(st.integers(1, max_world))),
         schedule="none",
         microbatch_size=draw(st.sampled_from(list(batch_sizes))),
         precision=draw(st.sampled_from(list(precisions))),
-        optimizer=OptimizerSpec(draw(st.sampled_from(list(optimizers)))),
+        optimizer=OptimizerSpec(
+            draw(st.sampled_from(list(optimizers))), weight_decay=draw(st.sampled_from(list(decays)))
+        ),
+        mask=draw(st.sampled_from(list(masks))),
         history=draw(histories(max_window)),
         seed=draw(st.integers(0, 999)),
     )

@@ -1,4 +1,4 @@
-"""An ordinary data-parallel trainer, and the adapter that has it judged: `invariants check my_trainer`.
+"""An ordinary data-parallel trainer, and the adapter that has it judged: `invariants check my_trainer:target`.
 
 The trainer knows nothing of the adapter. It has no pipeline and keeps its optimizer state on every rank.
 """
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from invariants import GlobalBatch, Held, Kind, Moment, Promises, StepResult
+from invariants import MISSING, GlobalBatch, Held, Kind, Moment, Promises, StepResult
 from invariants.strategies import data_parallel_cases
 
 FEATURES, CLASSES = 5, 3
@@ -77,7 +77,7 @@ class Adapter:
             if kind is Kind.PARAMETER:
                 yield Held(name, parameter, shape)
             elif kind is Kind.GRADIENT:
-                yield Held(name, parameter.grad, shape)
+                yield Held(name, MISSING if parameter.grad is None else parameter.grad, shape)
             elif kind is Kind.OPTIMIZER:
                 for key, value in self.trainer.optimizer.state[parameter].items():
                     role = "counter" if key == "step" else "value"
