@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 
-from invariants.catalog.places import span
+from invariants.catalog.places import ranks_in_words, span
 from invariants.catalog.sharding import Segment, Stage, elements, misplaced, stages
 from invariants.evidence import Evidence, Owned, Section
 from invariants.invariant import NotApplicable, Violation, invariant
@@ -59,16 +59,12 @@ def _places(stage: Stage, layout: str) -> Iterator[Violation]:
 
 
 def _misplaced(segment: Segment, stage: int, ranks: Sequence[int]) -> Violation:
-    once = f"held by {'one of ' if len(ranks) > 1 else ''}{_ranks(ranks)}"
+    once = f"held by {'one of ' if len(ranks) > 1 else ''}{ranks_in_words(ranks)}"
     expected = once if segment.trained else "no state, for it is not trained there"
-    observed = f"held by {_ranks(segment.holders)}" if segment.holders else "held by none"
+    observed = f"held by {ranks_in_words(segment.holders)}" if segment.holders else "held by none"
     rank = segment.holders[-1] if segment.holders else None
     what = f"{segment.key}, {span(segment.lo, segment.hi)}"
     return Violation(what, expected, observed, rank=rank, stage=stage, tensor=segment.name)
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
 
 def _split(stage: Stage) -> Iterator[Violation]:
@@ -78,7 +74,7 @@ def _split(stage: Stage) -> Iterator[Violation]:
             holders[piece.name].add(piece.rank)
     for name, ranks in holders.items():
         if len(ranks) > 1:
-            observed = f"on {_ranks(sorted(ranks))}"
+            observed = f"on {ranks_in_words(sorted(ranks))}"
             yield Violation("state of one parameter", "whole on one rank", observed, stage=stage.index, tensor=name)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from invariants.evidence import Print
 from invariants.invariant import Violation
@@ -17,6 +17,11 @@ def span(lo: int, hi: int) -> str:
     if hi - lo == 1:
         return f"element {lo}"
     return f"elements {lo} to {hi - 1}" if lo < hi else "no elements"
+
+
+def ranks_in_words(ranks: Sequence[int]) -> str:
+    """One rank or several in words."""
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
 
 def changed(

@@ -4,6 +4,8 @@ import math
 from dataclasses import replace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from invariants.case import Case, Topology
 from invariants.catalog.gradients_reference import gradients_reference
@@ -42,6 +44,49 @@ def test_other_elements_other_names_and_a_loaded_state_are_no_replicas():
         snapshot(1, 1, "d", loaded=True),
     )
     assert replicas_agree.judge(replace(EVIDENCE, replicas=points)).status == "holds"
+
+
+@pytest.mark.parametrize(
+    ("lo", "hi"), [(0, 3), (1, 4), (3, 8), (1, 3), (0, 8)], ids=["start", "end", "across", "inside", "around"]
+)
+@pytest.mark.parametrize("other", [0, 1], ids=["first", "last"])
+def test_pieces_that_overlap_otherwise_leave_it_unknown(lo, hi, other):
+    points = [snapshot(1 - other, 1, "a"), snapshot(other, 1, "b", lo=lo, hi=hi)]
+    verdict = replicas_agree.judge(replace(EVIDENCE, replicas=tuple(points)))
+    assert verdict.status == "unknown"
+    for words in ("w, step 1", f"elements 0 to 3 on rank {1 - other}", f"elements {lo} to {hi - 1} on rank {other}"):
+        assert words in verdict.reason
+
+
+def test_the_ranks_of_each_range_are_named():
+    points = (snapshot(0, 1, "a"), snapshot(1, 1, "a"), snapshot(2, 1, "b", lo=2, hi=6))
+    verdict = replicas_agree.judge(replace(EVIDENCE, replicas=points))
+    assert "elements 0 to 3 on ranks 0, 1 and elements 2 to 5 on rank 2 overlap" in verdict.reason
+
+
+def test_replicas_that_differ_are_told_though_others_cannot_be_compared():
+    points = (snapshot(0, 1, "a"), snapshot(1, 1, "b"), snapshot(1, 1, "c", lo=2, hi=6))
+    assert replicas_agree.judge(replace(EVIDENCE, replicas=points)).status == "violated"
+
+
+def test_shards_that_touch_are_empty_or_overlap_in_other_steps_agree():
+    points = (
+        snapshot(0, 1, "a"),
+        snapshot(1, 1, "b", lo=4, hi=8),
+        snapshot(1, 1, "", lo=2, hi=2),
+        snapshot(0, 2, "a", lo=2, hi=6),
+    )
+    assert replicas_agree.judge(replace(EVIDENCE, replicas=points)).status == "holds"
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=6))
+def test_any_overlap_is_found_and_nothing_else(pieces):
+    points = tuple(snapshot(rank, 1, "a", lo=min(ends), hi=max(ends)) for rank, *ends in pieces)
+    ranges = {(min(ends), max(ends)) for _, *ends in pieces if ends[0] != ends[1]}
+    overlap = any(max(a[0], b[0]) < min(a[1], b[1]) for a in ranges for b in ranges if a != b)
+    expected = "unknown" if overlap else "holds"
+    assert replicas_agree.judge(replace(EVIDENCE, replicas=points)).status == expected
 
 
 def deviation(error, tolerance=1e-6, **more):
