@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal
@@ -14,7 +14,7 @@ from invariants.case import Case
 from invariants.errors import UsageError
 from invariants.evidence import Evidence
 from invariants.invariant import Invariant, Verdict
-from invariants.known import Known
+from invariants.known import Known, fit
 from invariants.store import Run, Store
 from invariants.target import Target
 
@@ -85,10 +85,6 @@ class Judgement:
     extra_runs: int
 
 
-def _ignore(_done: int, _total: int) -> None:
-    pass
-
-
 class Campaign:
     """Planned cases of one target and their evidence."""
 
@@ -114,11 +110,9 @@ class Campaign:
         self.known = tuple(known)
         self.shrink_runs = shrink_runs
         self._evidence: dict[Case, Evidence] = {}
-        for entry in self.known:
-            for case in self.cases:
-                entry.admits(case)
+        fit(self.known, self.cases)
 
-    def gather(self, progress: Progress = _ignore) -> None:
+    def gather(self, progress: Progress = lambda _done, _total: None) -> None:
         """Get the evidence of every planned case: run what nobody runs, then wait for what others run.
 
         Waiting is bounded by the store, which raises `WorldError`.
@@ -209,9 +203,9 @@ class _Search:
         # What is drawn from the bytes and violates goes into the database, from where the call shrinks it.
         search = _draw_into(visit, campaign.target, campaign.seed, InMemoryExampleDatabase())
         try:
-            with suppress(_Violated):
+            with _naming_failures(campaign.target), suppress(_Violated):
                 search.hypothesis.fuzz_one_input(buffer)
-            with suppress(_Violated):
+            with _naming_failures(campaign.target), suppress(_Violated):
                 search()
         except _Stopped as stopped:
             raise (stopped.__cause__ or stopped) from None
@@ -257,7 +251,7 @@ def _draws(target: Target, seed: int) -> Iterator[tuple[bytes, Case | None]]:
     """
     cases: list[Case] = []
     stream = random.Random(seed)
-    try:
+    with _naming_failures(target):
         draw = _draw_into(cases.append, target, seed, None).hypothesis.fuzz_one_input
         buffer = bytes(_BUFFER_BYTES)  # the simplest case comes first
         while True:
@@ -265,9 +259,16 @@ def _draws(target: Target, seed: int) -> Iterator[tuple[bytes, Case | None]]:
             draw(buffer)
             yield buffer, (cases[0] if cases else None)
             buffer = stream.randbytes(_BUFFER_BYTES)
+
+
+@contextmanager
+def _naming_failures(target: Target) -> Iterator[None]:
+    """What fails in a target's `cases`, and an exit too, is a user's mistake."""
+    try:
+        yield
     except UsageError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         headline = _line(f"{type(error).__name__}: {error}")
         raise UsageError(f"target {target.name}: drawing from its cases() failed with {headline}") from error
 

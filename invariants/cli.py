@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import signal
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, NoReturn, ParamSpec
 
 import typer
 
@@ -19,6 +21,33 @@ app = typer.Typer(
     help="Check the invariants of distributed training code.",
 )
 
+P = ParamSpec("P")
+
+
+def _ends(command: Callable[P, int]) -> Callable[P, NoReturn]:
+    """Make the status that `command` returns that of the process; a mistake is one line, an interruption none."""
+
+    @functools.wraps(command)
+    def ended(*args: P.args, **kwargs: P.kwargs) -> NoReturn:
+        try:
+            status = command(*args, **kwargs)
+        except UsageError as error:
+            print(error, file=sys.stderr)
+            status = 2
+        except WorldError as error:
+            print(f"nothing could be judged: {error}", file=sys.stderr)
+            status = 3
+        except KeyboardInterrupt:
+            status = 130
+        except (Exception, SystemExit):  # whatever status an exit asks for, it is no verdict; 1 would be one
+            traceback.print_exc()
+            print("nothing could be judged: the error above was not expected", file=sys.stderr)
+            status = 3
+        raise typer.Exit(status)
+
+    return ended
+
+
 Spec = Annotated[str, typer.Argument(metavar="TARGET", help="package.module:name of a target, or torch")]
 Json = Annotated[Path | None, typer.Option("--json", metavar="OUT", help="write what was found to this file")]
 Seed = Annotated[int, typer.Option(help="what cases are drawn from")]
@@ -29,6 +58,7 @@ Only = Annotated[list[str] | None, typer.Option(metavar="ID", help="judge this i
 
 
 @app.command("check")
+@_ends
 def check_target(
     target: Spec,
     cases: Annotated[int, typer.Option(help="number of cases to draw")] = 40,
@@ -41,7 +71,7 @@ def check_target(
     max_world: Largest = 8,
     deadline: Deadline = 30.0,
     backend: Backend = "auto",
-) -> None:
+) -> int:
     """Judge a target by every invariant, on drawn cases.
 
     Exit status: 0 all hold, 1 violated, 2 usage, 3 something could not be judged, 5 nothing was judged.
@@ -50,10 +80,11 @@ def check_target(
     from invariants.commands.session import Worlds
 
     plan = Plan(target, cases, seed, tuple(known or ()), tuple(only or ()), json)
-    _end(lambda: check(plan, Worlds(backend, deadline, max_world)))
+    return check(plan, Worlds(backend, deadline, max_world))
 
 
 @app.command("replay")
+@_ends
 def replay_case(
     case: Annotated[
         str, typer.Argument(metavar="TARGET/CASE", help="the target and the case, as a failure prints them")
@@ -63,15 +94,16 @@ def replay_case(
     max_world: Largest = 8,
     deadline: Deadline = 30.0,
     backend: Backend = "auto",
-) -> None:
+) -> int:
     """Run one case and judge it; exit status as of check."""
     from invariants.commands.replay import replay
     from invariants.commands.session import Worlds
 
-    _end(lambda: replay(case, fault, tuple(only or ()), Worlds(backend, deadline, max_world)))
+    return replay(case, fault, tuple(only or ()), Worlds(backend, deadline, max_world))
 
 
 @app.command("faults")
+@_ends
 def plant_faults(
     target: Spec,
     only: Annotated[list[str] | None, typer.Option(metavar="FAULT", help="this fault; may be given again")] = None,
@@ -83,7 +115,7 @@ def plant_faults(
     max_world: Largest = 8,
     deadline: Deadline = 30.0,
     backend: Backend = "auto",
-) -> None:
+) -> int:
     """Plant each fault of a target, and print which invariant catches which.
 
     Exit status: 0 every fault is caught and no harmless variant flagged, 1 otherwise, 2 usage.
@@ -92,15 +124,16 @@ def plant_faults(
     from invariants.commands.session import Worlds
 
     plan = Plan(target, tuple(only or ()), cases, seed, tries, variants, json)
-    _end(lambda: faults(plan, Worlds(backend, deadline, max_world)))
+    return faults(plan, Worlds(backend, deadline, max_world))
 
 
 @app.command("list")
-def list_invariants() -> None:
+@_ends
+def list_invariants() -> int:
     """List the invariants, those of installed packages and of the conftest in this folder included."""
     from invariants.commands.listing import listing
 
-    _end(listing)
+    return listing()
 
 
 def main() -> None:
@@ -111,18 +144,3 @@ def main() -> None:
     # A cancelled CI job ends as by Ctrl-C: what was started is cleaned up.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     app()
-
-
-def _end(command: Callable[[], int]) -> NoReturn:
-    """Exit with the status of `command`; a mistake is one line, an interruption none."""
-    try:
-        status = command()
-    except UsageError as error:
-        print(error, file=sys.stderr)
-        status = 2
-    except WorldError as error:
-        print(f"nothing could be judged: {error}", file=sys.stderr)
-        status = 3
-    except KeyboardInterrupt:
-        status = 130
-    raise typer.Exit(status)

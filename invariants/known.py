@@ -15,7 +15,7 @@ from __future__ import annotations
 import ast
 import operator
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from functools import cache
 from pathlib import Path
@@ -79,6 +79,13 @@ def read_known(path: Path) -> tuple[Known, ...]:
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise UsageError(f"known violations {path}: 'known' is no list of tables; expected [[known]] above each entry")
     return tuple(_entry(entry, f"known violations {path}, entry {number}") for number, entry in enumerate(entries, 1))
+
+
+def fit(known: Iterable[Known], cases: Sequence[Case]) -> None:
+    """Raise `UsageError` where the `when` of an entry cannot be asked of one of `cases`."""
+    for entry in known:
+        for case in cases:
+            entry.admits(case)
 
 
 def _entry(entry: Mapping[str, object], source: str) -> Known:

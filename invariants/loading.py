@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from typing import Any, cast
 
@@ -23,10 +24,9 @@ def load_target(spec: str) -> Target:
         raise UsageError(f"target {spec!r}: expected package.module:name, or {' or '.join(ALIASES)}")
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a script that ends itself has said nothing of a target
         raise UsageError(
-            f"target {spec!r}: importing {module_name} failed with {_headline(error)}; expected the name of a module "
-            "that Python can import from here"
+            f"target {spec!r}: importing {module_name} failed with {_headline(error)}; {_remedy(module_name, error)}"
         ) from error
     if not hasattr(module, name):
         here = [key for key, value in vars(module).items() if not _problem(value)]
@@ -76,6 +76,16 @@ def _problem(found: Any) -> str | None:
         if not callable(value := getattr(found, member, None)):
             return f"{type(found).__name__} has {_seen(found, member, value)}; expected {right}"
     return None
+
+
+def _remedy(module_name: str, error: BaseException) -> str:
+    missing = error.name if isinstance(error, ModuleNotFoundError) else None
+    if missing is not None and f"{module_name}.".startswith(f"{missing}."):
+        folders = dict.fromkeys([os.getcwd(), *sys.path])  # noqa: PTH109 - texts, as those of sys.path
+        return f"looked in {', '.join(filter(None, folders))}: go to its folder, or install it"
+    if isinstance(error, SystemExit):
+        return "it ends the process: keep that for when it is run, below if __name__ == '__main__'"
+    return "expected the name of a module that Python can import from here"
 
 
 def _seen(found: object, member: str, value: object) -> str:

@@ -42,9 +42,11 @@ def check(plan: Plan, worlds: Worlds) -> int:
     invariants = select(registered(), plan.only)
     known = _known(plan, target)
     from invariants import campaign
+    from invariants.known import fit
     from invariants.store import Store
 
     cases = campaign.plan(target, plan.cases, plan.seed, worlds.largest)
+    fit(known, cases)  # before worlds start
     title = f"checking {target.name}: {len(cases)} cases, seed {plan.seed}"
     with Progress(terminal.console(sys.stderr), title) as progress, worlds.running(target, cases) as (run, folder):
         started = campaign.Campaign(target, cases, plan.seed, progress.counting(run), Store(folder), known)

@@ -184,9 +184,21 @@ def raising(draw):
     raise ZeroDivisionError(f"first {draw(st.just('line'))}\nsecond line")
 
 
+@st.composite
+def exiting(draw):
+    sys.exit(draw(st.just(0)))
+
+
+class Exiting(Domain):
+    def cases(self):
+        sys.exit(0)
+
+
 @pytest.mark.parametrize(
     ("target", "arguments", "named"),
     [
+        (Exiting(), {}, "drawing from its .* failed with SystemExit: 0$"),
+        (Domain(exiting()), {}, "drawing from its .* failed with SystemExit: 0$"),
         (Domain(raising()), {}, "drawing from its .* failed with ZeroDivisionError: first line$"),
         (Domain(st.integers()), {}, r"drew -?\d+; expected an invariants\.case\.Case"),
         (Domain(3), {}, "drawing from its .* failed with InvalidArgument"),
@@ -201,6 +213,22 @@ def test_what_gives_no_plan_is_the_users_mistake(target, arguments, named):
     with pytest.raises(UsageError, match=named) as caught:
         plan(**{"target": target, "count": 5, "seed": 0, **arguments})
     assert len(str(caught.value).splitlines()) == 1
+
+
+def test_an_exit_while_a_violation_shrinks_is_the_users_mistake(campaign):
+    target = Domain()
+    judged = campaign(where(lambda case: case.microbatches > 2), target=target)
+
+    @st.composite
+    def leaving(draw):
+        case = draw(small())
+        if case not in judged.cases:
+            sys.exit(0)
+        return case
+
+    target.strategy = leaving()
+    with pytest.raises(UsageError, match=r"drawing from its .* failed with SystemExit: 0$"):
+        judged.judge(finite)
 
 
 # Gathering

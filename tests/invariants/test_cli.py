@@ -98,9 +98,10 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setenv("COLUMNS", "300")
-    monkeypatch.delitem(sys.modules, "toy", raising=False)
+    sys.modules.pop("toy", None)
     handler = signal.getsignal(signal.SIGTERM)
     yield tmp_path
+    sys.modules.pop("toy", None)
     signal.signal(signal.SIGTERM, handler)
 
 
@@ -267,6 +268,15 @@ def test_known_violations_are_shown_and_let_pass(command, runs, folder):
     assert "known violation 1" in out
 
 
+def test_an_entry_that_fits_no_case_is_found_before_worlds_start(command, folder, monkeypatch):
+    monkeypatch.setattr(Worlds, "running", None)  # calling it would be an error of another kind
+    entry = '[[known]]\ninvariant = "loss.finite"\nwhen = "m < schedule"\nreason = "why"\nreport = "there"\n'
+    (folder / "known.toml").write_text(entry)
+    status, out, err = command("check", "toy:toy", "--known", "known.toml")
+    assert (status, out, len(err.splitlines())) == (2, "", 1)
+    assert "when='m < schedule'" in err
+
+
 def test_replay_says_where_a_fault_changes_nothing(command, runs):
     status, out, _ = command("replay", "toy:toy/m=2", "--fault", "loud", "--only", "loss.finite")
     assert (status, runs.made) == (1, [(Case(microbatches=2), "loud")])
@@ -317,6 +327,26 @@ def test_a_command_that_cannot_go_on_writes_nothing(command, runs, folder, error
     assert text in err
     assert "Traceback" not in err
     assert not (folder / "out.json").exists()
+
+
+@pytest.mark.parametrize("error", [AttributeError("a bug"), SystemExit(0), BrokenPipeError(32, "gone"), EOFError()])
+def test_what_nobody_expects_is_no_verdict(command, runs, error):
+    runs.raises = error
+    for arguments in (["check", "toy:toy"], ["replay", "toy:toy/default"], ["faults", "toy:toy"]):
+        status, out, err = command(*arguments)
+        assert (status, out) == (3, "")
+        assert "Traceback (most recent call last)" in err
+        assert err.endswith("nothing could be judged: the error above was not expected\n")
+
+
+@pytest.mark.parametrize("arguments", [["check", "leaving:target"], ["check", "toy:toy"], ["faults", "toy:toy"]])
+def test_a_target_that_ends_the_process_is_a_mistake(command, runs, folder, arguments):
+    (folder / "leaving.py").write_text("import sys\nsys.exit(0)\n")
+    (folder / "toy.py").write_text(TOY.replace("        sizes =", "        raise SystemExit\n        sizes ="))
+    status, out, err = command(*arguments)
+    assert (status, out, runs.made) == (2, "", [])
+    assert "SystemExit" in err
+    assert len(err.splitlines()) == 1
 
 
 def test_the_gravest_verdict_is_the_exit_status():

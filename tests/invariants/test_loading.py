@@ -62,6 +62,8 @@ def test_a_target_is_found_by_its_spec_and_its_spec_by_the_target(spec):
         ("no_such_adapter:target", "", "ModuleNotFoundError: No module named 'no_such_adapter'"),
         ("own_adapter:target", "import no_such_library", "ModuleNotFoundError: No module named 'no_such_library'"),
         ("own_adapter:target", "def broken(:", "SyntaxError"),
+        ("own_adapter:target", "import sys; sys.exit(0)", "SystemExit: 0; it ends the process: .* __name__ =="),
+        ("own_adapter:target", "raise SystemExit", "SystemExit: ; it ends the process"),
         ("own_adapter:target", "raise ValueError('first\\nsecond')", "ValueError: first;"),
         ("own_adapter:target", "", "has no 'target'; nor anything else that is a target"),
         ("own_adapter:targets", SOUND, "has no 'targets'; it has 'target'"),
@@ -88,6 +90,17 @@ def test_what_is_no_target_is_refused_in_one_line(write, spec, text, named):
         load_target(spec)
     assert str(caught.value).startswith(f"target {spec!r}: ")
     assert len(str(caught.value).splitlines()) == 1
+
+
+def test_where_a_module_was_looked_for_is_told_only_where_it_was_not_found(write, tmp_path, monkeypatch):
+    monkeypatch.chdir("/")
+    write("own_package", "")
+    for name in ("no_such_adapter", "no_such_package.adapter", "own_package.adapter"):
+        with pytest.raises(UsageError, match=rf"; looked in /, {tmp_path}, .*: go to its folder, or install it$"):
+            load_target(f"{name}:target")
+    write("own_adapter", "import no_such_adapter")
+    with pytest.raises(UsageError, match=r"expected the name of a module that Python can import from here$"):
+        load_target("own_adapter:target")
 
 
 # A letter, so that nothing of the standard library is imported.

@@ -130,6 +130,11 @@ class Wrong(Toy):
         return st.just(3)
 
 
+class Leaving(Toy):
+    def cases(self):
+        raise SystemExit(0)
+
+
 target = Toy("importable")
 """
 
@@ -155,7 +160,9 @@ def session(pytester):
     (pytester.path / "known.toml").write_text(KNOWN)
 
     def run(suites, *options, profile=""):
-        pytester.makepyfile(test_toy=f"import invariants\nfrom toy import Shipping, Toy, Wrong, target\n{suites}\n")
+        pytester.makepyfile(
+            test_toy=f"import invariants\nfrom toy import Leaving, Shipping, Toy, Wrong, target\n{suites}\n"
+        )
         runs = pytester.path / "runs"
         runs.unlink(missing_ok=True)
         arguments = ["-p", "no:cacheprovider", *options]
@@ -229,11 +236,23 @@ def test_a_target_with_a_name_is_replayed_by_it(session):
     result.stdout.fnmatch_lines([line])
 
 
-def test_a_target_whose_cases_are_none_is_one_error_a_test(session):
-    result, runs = session("test_a = invariants.suite(Wrong('wrong'))", "-k", "toy.holds")
+@pytest.mark.parametrize(
+    ("target", "line"),
+    [
+        ("Wrong", "target a: its cases() drew 3; expected an invariants.case.Case"),
+        ("Leaving", "target a: drawing from its cases() failed with SystemExit: 0"),
+    ],
+)
+def test_a_target_whose_cases_are_none_is_one_error_a_test(session, target, line):
+    result, runs = session(f"test_a = invariants.suite({target}('a'))", "-k", "toy.holds")
     result.assert_outcomes(errors=1)
-    assert "target wrong: its cases() drew 3; expected an invariants.case.Case" in result.outlines
+    assert line in result.outlines
     assert not runs
+
+
+def test_a_module_that_ends_the_process_ends_no_session_well(session):
+    result, _ = session("raise SystemExit(0)\ntest_a = invariants.suite(target)")
+    assert result.ret not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
 
 
 def test_what_a_target_refuses_is_counted_and_no_pass(session):
