@@ -113,4 +113,5 @@ def describe(error: BaseException) -> tuple[str, str, str]:
 
 def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
-        stream.flush()
+        if stream is not None and not stream.closed:  # the function may have done either
+            stream.flush()

@@ -184,11 +184,13 @@ def _become_rank(fd: int, rank: int, zygote: int, foreign: set[int], world: dict
         traceback.print_exc()
     finally:
         # Coverage and others write their data here. The interpreter itself is not torn down: backends' threads
-        # are still alive, and the frames below belong to the zygote.
-        atexit._run_exitfuncs()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
+        # are still alive, and the frames below belong to the zygote: whatever fails here must not reach them.
+        try:
+            atexit._run_exitfuncs()
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:
+            os._exit(status)
 
 
 if __name__ == "__main__":

@@ -52,6 +52,31 @@ def boom():
     raise ValueError("boom at the third layer")
 
 
+def close_output(context):
+    sys.stdout.close()
+    return context.rank
+
+
+def refuse_to_flush(context):
+    sys.stdout = type("Full", (), {"closed": False, "flush": lambda self: boom()})()
+    raise ValueError("and the output is full")
+
+
+def test_a_rank_that_closes_its_output_harms_nobody(worlds):
+    world, other = worlds.fresh(2), worlds.fresh(1)
+    other.run(healthy)
+    before = other.pids
+    assert world.run(close_output) == [0, 1]
+    assert world.run(healthy) == [0, 1]
+    world.close()  # its ranks end here
+    assert world.run(healthy) == [0, 1]
+    with pytest.raises(RankFailed, match="and the output is full"):
+        world.run(refuse_to_flush)
+    assert world.run(healthy) == [0, 1]
+    assert other.run(healthy) == [0]
+    assert other.pids == before
+
+
 @pytest.mark.worlds(2, 4)
 def test_a_raise_is_told_first_and_what_followed_behind_it(world):
     world.run(healthy)
