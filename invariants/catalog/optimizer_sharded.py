@@ -15,7 +15,7 @@ from invariants.evidence import Evidence, Owned, Section
 from invariants.invariant import NotApplicable, Violation, invariant
 
 MOMENTS = {"adam": 2, "adamw": 2, "sgd": 0}
-"""Tensors of state for each parameter, in the precision of the case; momentum of SGD is 0."""
+"""Tensors of state for each parameter where the target promises no number; momentum of SGD is 0."""
 BYTES = {"float32": 4, "float64": 8}
 MASTER_BYTES = 4
 
@@ -25,17 +25,21 @@ def optimizer_sharded(evidence: Evidence) -> Iterator[Violation]:
     """Bytes of optimizer state on each rank are those of the promised layout, per stage and over trained parameters:
     8 (Adam in float32) x sum over groups of ceil(P_g/D) for flat shards; shards are disjoint and cover.
 
-    Padding counts, step counters do not. Source: ZeRO, arXiv:1910.02054, section 5.1 (P_os).
+    Padding counts, step counters and parameters that never get a gradient and have no state do not.
+    Source: ZeRO, arXiv:1910.02054, section 5.1 (P_os).
     """
     case, promises = evidence.case, evidence.promises
-    moments = MOMENTS[case.optimizer.kind]
+    moments = MOMENTS[case.optimizer.kind] if promises.state_tensors is None else promises.state_tensors
     tensors = moments + promises.masters
     element = moments * BYTES[case.precision] + promises.masters * MASTER_BYTES
     found = tuple(stages(evidence))
+    stateless = not any(stage.state for stage in found)
     if not any(stage.trained for stage in found):
+        if stateless and any(stage.idle for stage in found):
+            raise NotApplicable("no parameter has a gradient in any step, and none has state")
         raise LookupError("no trained parameter was recorded")
-    if not tensors and not any(stage.state for stage in found):
-        raise NotApplicable(f"{case.optimizer.kind} without momentum keeps no state")
+    if not tensors and stateless:
+        raise NotApplicable(f"no state is promised: 0 tensors for each parameter with {case.optimizer.kind}")
     for stage in found:
         if stage.trained and len(stage.keys) != tensors:
             observed = f"{len(stage.keys)}: {', '.join(stage.keys) or 'none'}"

@@ -14,12 +14,15 @@ from invariants.evidence import Evidence, Owned
 class Stage:
     """The ranks that differ along `dp` only, `trained` parameters and optimizer `state` with masters, without padding.
 
-    `sizes` are bytes of state of each rank, padding included; step counters are no part of anything here.
+    `idle` parameters are trainable, get no gradient in any step and have no state on any of the ranks: torch makes
+    state lazily, at the first update by a gradient. They are not among the trained ones. `sizes` are bytes of state of
+    each rank, padding included; step counters are no part of anything here.
     """
 
     index: int
     ranks: tuple[int, ...]
     trained: tuple[Owned, ...]
+    idle: tuple[Owned, ...]
     state: tuple[Owned, ...]
     sizes: tuple[int, ...]
 
@@ -45,16 +48,24 @@ def stages(evidence: Evidence) -> Iterator[Stage]:
     """Every stage, once for each position on axes other than `dp`."""
     topology = evidence.case.topology
     pieces = [piece for piece in evidence.optimizer or () if piece.role != "counter"]
+    seen = {seen.name for seen in evidence.gradients or () if not seen.missing}
+
+    def with_gradient(name: str) -> bool:
+        return name in seen or not evidence.gradients
+
     for first in range(topology.world_size):
         ranks = topology.peers("dp", first)
         if ranks[0] != first:
             continue
         own = [piece for piece in pieces if piece.rank in ranks]
         state = [piece for piece in own if piece.kind != "parameter"]
+        trainable = [piece for piece in own if piece.kind == "parameter" and piece.trainable]
+        held = {piece.name for piece in state if piece.lo < piece.hi}
         yield Stage(
             index=topology.coordinate(first).get("pp", 0),
             ranks=ranks,
-            trained=tuple(piece for piece in own if piece.kind == "parameter" and piece.trainable),
+            trained=tuple(piece for piece in trainable if piece.name in held or with_gradient(piece.name)),
+            idle=tuple(piece for piece in trainable if piece.name not in held and not with_gradient(piece.name)),
             state=tuple(piece for piece in state if piece.role == "value"),
             sizes=tuple(sum(piece.bytes for piece in state if piece.rank == rank) for rank in ranks),
         )

@@ -9,17 +9,17 @@ from hypothesis import strategies as st
 
 from invariants.case import Case, OptimizerSpec, Topology
 from invariants.catalog.optimizer_sharded import optimizer_sharded
-from invariants.evidence import Evidence, Owned
+from invariants.evidence import Deviation, Evidence, Owned
 from invariants.target import Promises
 
 ADAM = {"exp_avg": 4, "exp_avg_sq": 4}
 """State keys, with bytes an element."""
 
 
-def recorded(pieces, *, pp=1, dp=1, layout="flat", kind="adam", precision="float32", alignment=1, masters=False):
+def recorded(pieces, *, pp=1, dp=1, kind="adam", precision="float32", gradients=None, **promised):
     case = Case(topology=Topology.of(pp=pp, dp=dp), precision=precision, optimizer=OptimizerSpec(kind))
-    promises = Promises(layout=layout, alignment=alignment, masters=masters)
-    return Evidence("literal", case, promises, optimizer=tuple(pieces))
+    promises = Promises(**{"layout": "flat", **promised})
+    return Evidence("literal", case, promises, optimizer=tuple(pieces), gradients=gradients)
 
 
 def status(pieces, **settings):
@@ -303,3 +303,78 @@ def test_sgd_that_keeps_state_all_the_same():
 def test_nothing_recorded_is_unknown_and_no_pass():
     assert status([]) == "unknown"
     assert status([parameter(0, "w", 2, trainable=False)]) == "unknown"
+
+
+@settings(deadline=None)
+@given(
+    st.sampled_from(LAYOUTS),
+    groups,
+    st.integers(1, 3),
+    st.sampled_from(["adam", "adamw", "sgd"]),
+    st.integers(0, 3),
+    st.sampled_from([("float32", 4), ("float64", 8)]),
+)
+def test_the_promised_number_of_tensors_comes_before_the_cases_optimizer(layout, stage, dp, kind, count, precision):
+    assume(stage)
+    name, width = precision
+    settings = {"dp": dp, "layout": layout, "kind": kind, "precision": name}
+    pieces = list(laid_out(layout, [stage], dp, {f"state{index}": width for index in range(count)}))
+    assert status(pieces, state_tensors=count, **settings) == ("holds" if count else "not applicable")
+    assert status(pieces, state_tensors=count + 1, **settings) == "violated"
+
+
+def test_momentum_of_sgd_is_state_where_it_is_promised():
+    pieces = [parameter(0, "w", 2), piece(0, "w", 0, 2, "momentum_buffer")]
+    assert status(pieces, kind="sgd", state_tensors=1) == "holds"
+    assert status(pieces, kind="sgd", state_tensors=1, precision="float64") == "violated"
+    verdict = optimizer_sharded.judge(recorded(pieces, kind="sgd", state_tensors=2))
+    assert (verdict.first.expected, verdict.first.observed) == ("2", "1: momentum_buffer")
+
+
+def gradient(name, step=1, missing=False):
+    return Deviation(name, step, -1 if missing else 0, 0, 0.0, 0.0, 0.0, 1e-6, missing=missing)
+
+
+def with_unused(layout, keys=()):
+    """A layout of two ranks, and a parameter `unused` on both, with state of `keys` on the first."""
+    used = list(laid_out(layout, [[[3, 2]]], 2, ADAM))
+    names = {each.name for each in used if each.kind == "parameter"}
+    extra = [*(parameter(rank, "unused", 4) for rank in (0, 1)), *(piece(0, "unused", 0, 4, key) for key in keys)]
+    return [*used, *extra], [gradient(name) for name in names]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("own", "expected"),
+    [
+        ([], "holds"),
+        ([gradient("unused", 1, missing=True), gradient("unused", 2, missing=True)], "holds"),
+        ([gradient("unused", 1, missing=True), gradient("unused", 2)], "violated"),
+        ([gradient("unused")], "violated"),
+    ],
+)
+def test_a_parameter_that_never_gets_a_gradient_has_no_state(layout, own, expected):
+    pieces, others = with_unused(layout)
+    assert status(pieces, dp=2, layout=layout, gradients=(*others, *own)) == expected
+
+
+@pytest.mark.parametrize("gradients", [None, ()], ids=["not recorded", "nothing recorded"])
+def test_without_a_record_of_gradients_every_trainable_parameter_has_state(gradients):
+    pieces, _ = with_unused("whole-parameter")
+    assert status(pieces, dp=2, layout="whole-parameter", gradients=gradients) == "violated"
+
+
+def test_state_of_a_parameter_without_a_gradient_is_judged_where_it_is_held():
+    for keys, expected in ((ADAM, "holds"), (["exp_avg"], "violated")):
+        pieces, others = with_unused("whole-parameter", keys)
+        assert status(pieces, dp=2, layout="whole-parameter", gradients=tuple(others)) == expected
+    pieces, others = with_unused("replicated", ADAM)
+    assert status(pieces, dp=2, layout="replicated", gradients=tuple(others)) == "violated"
+
+
+def test_no_gradient_at_all_is_no_pass():
+    missing = (gradient("w", missing=True),)
+    assert status([parameter(0, "w", 2)], gradients=missing) == "not applicable"
+    assert status([parameter(0, "w", 2, trainable=False)], gradients=missing) == "unknown"
+    stray = piece(0, "frozen", 0, 2)
+    assert status([parameter(0, "w", 2), stray], gradients=missing) == "unknown"
