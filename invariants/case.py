@@ -23,6 +23,8 @@ class Topology:
 
     def __post_init__(self) -> None:
         names = [name for name, _ in self.axes]
+        if not names:
+            raise UsageError("topology without axes: expected one at least, for example Topology.of(dp=1)")
         for name, size in self.axes:
             if not name.isalpha() or names.count(name) > 1:
                 raise UsageError(f"topology axis {name!r}: expected a name of letters that occurs once")
@@ -146,12 +148,32 @@ class Case:
         if self.optimizer.kind not in get_args(OptimizerKind):
             kinds = ", ".join(get_args(OptimizerKind))
             raise UsageError(f"case: optimizer={self.optimizer.kind!r}: expected one of {kinds}")
+        self._check_text()
         if not any(isinstance(operation, Step) for operation in self.history):
             raise UsageError("case: history has no step: expected for example history=1.2.save.1.1")
         if any(isinstance(operation, Step) and operation.batches < 1 for operation in self.history):
             raise UsageError("case: history has a step of no batches: expected 1 or more each")
         if self.history.count(Save()) > 1:
             raise UsageError("case: history saves more than once: expected one save at most")
+
+    def _check_text(self) -> None:
+        """Refuse what `str` could not write so that `parse` reads it again."""
+        if not 0 <= self.seed < 2**32:
+            raise UsageError(f"case: seed={self.seed}: expected 0 or more and less than 2**32")
+        if self.split == ():
+            raise UsageError("case: split=(): expected a number of layers for each stage, or None")
+        if math.isnan(self.optimizer.lr) or math.isnan(self.optimizer.weight_decay):
+            raise UsageError("case: lr or decay is nan: expected a number")
+        names = [name for name, _ in self.options]
+        for name, value in (("schedule", self.schedule), *self.options):
+            if names.count(name) > 1:
+                raise UsageError(f"case: option {name!r} is given twice: expected each name once")
+            for text, marks in ((name, ",="), (value, ",")):
+                if not isinstance(text, str) or not text or not text.isprintable() or set(text) & set(marks):
+                    what = f"schedule {value!r}" if name == "schedule" else f"option {name!r} = {value!r}"
+                    raise UsageError(
+                        f"case: {what}: expected printable texts, not empty, without ',', no '=' in a name"
+                    )
 
     @property
     def batch_size(self) -> int:
