@@ -47,7 +47,12 @@ def _lowered(evidence: Evidence, rows: tuple[Row, ...]) -> tuple[Row, ...]:
 
 
 def _first_trained_stage(evidence: Evidence) -> int:
-    """Frozen first stages get no gradient; where the target chose the split itself, every stage is taken as trained."""
+    """Frozen first stages get no gradient. Which ones are, ranks tell; without their word, the case's own split does."""
+    topology = evidence.case.topology
+    held = {(seen.rank, seen.trainable) for seen in evidence.optimizer or () if seen.kind == "parameter"}
+    if held:
+        trained = {topology.coordinate(rank).get("pp", 0) for rank, trainable in held if trainable}
+        return min(trained, default=0)
     split, frozen = evidence.case.split, set(evidence.case.frozen)
     if split is None:
         return 0

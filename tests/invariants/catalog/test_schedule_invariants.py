@@ -10,7 +10,7 @@ from invariants.case import Case, Topology
 from invariants.catalog.schedule_activations import schedule_activations
 from invariants.catalog.schedule_bubble import schedule_bubble
 from invariants.catalog.schedule_deadlock_free import schedule_deadlock_free
-from invariants.evidence import Evidence, StagePeak
+from invariants.evidence import Evidence, Owned, StagePeak
 from invariants.schedule.families import generate
 from invariants.schedule.lowering import lower
 from invariants.target import Promises
@@ -120,6 +120,21 @@ def test_messages_that_swap_their_places_are_found_though_the_schedule_ends():
     assert {violation.expected for violation in verdict.violations} == {"each receive gets its message"}
     in_order = replace(swapped, schedule=(swapped.schedule[0], ("1RECV_F0", "1RECV_F1", *swapped.schedule[1][2:])))
     assert schedule_deadlock_free.judge(in_order).status == "holds"
+
+
+def test_ranks_tell_which_stages_are_frozen_where_the_target_has_chosen_the_split():
+    rows = (("0F0", "0SEND_F0", "0B0"), ("1RECV_F0", "1F0", "1B0"))
+    case = Case(topology=Topology.of(pp=2), frozen=(0,))
+    evidence = Evidence("literal", case, Promises(), schedule=rows)
+
+    def owned(rank, trainable):
+        return Owned(rank, "parameter", f"w{rank}", 0, 1, 4, 0, "value", trainable, None, 1)
+
+    told = replace(evidence, optimizer=(owned(0, False), owned(1, True)))
+    assert schedule_deadlock_free.judge(told).status == "holds"
+    told = replace(evidence, optimizer=(owned(0, True), owned(1, True)))
+    assert schedule_deadlock_free.judge(told).status == "violated"
+    assert schedule_deadlock_free.judge(evidence).status == "violated"
 
 
 def test_where_everything_is_frozen_every_stage_is_taken_as_trained():
