@@ -60,7 +60,8 @@ def check(plan: Plan, worlds: Worlds) -> int:
     summary = {"cases": len(cases), "runs": progress.runs, "seconds": round(progress.seconds, 1), "seed": plan.seed}
     _print(judgements, replays, summary)
     if out:
-        document.write(out, _document(plan, target, summary, status, invariants, judgements, replays))
+        found = _document(plan, target, summary, status, invariants, judgements, replays)
+        return document.write_last(out, found, status)
     return status
 
 

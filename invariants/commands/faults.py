@@ -56,11 +56,12 @@ def faults(plan: Plan, worlds: Worlds) -> int:
     ids = [invariant.id for invariant in invariants]
     replays = [_replay(plan.spec, row, worlds) for row in rows]
     summary = {"runs": progress.runs, "seconds": round(progress.seconds, 1), "seed": plan.seed}
-    _print(rows, ids, replays, summary)
+    _print(rows, ids, replays, summary, whole=not plan.only)
     if out:
         found = [document.row_document(row, ids, replay) for row, replay in zip(rows, replays, strict=True)]
         head = {"command": "faults", "target": plan.spec, "name": target.name}
-        document.write(out, {**head, **summary, "exit_status": status, "invariants": ids, "faults": found})
+        whole = {**head, **summary, "exit_status": status, "invariants": ids, "faults": found}
+        return document.write_last(out, whole, status)
     return status
 
 
@@ -69,7 +70,9 @@ def _replay(spec: str, row: Row, worlds: Worlds) -> str | None:
     return terminal.replay_line(spec, case, fault=row.name, also=worlds.options) if case else None
 
 
-def _print(rows: Sequence[Row], ids: Sequence[str], replays: Sequence[str | None], summary: dict[str, Any]) -> None:
+def _print(
+    rows: Sequence[Row], ids: Sequence[str], replays: Sequence[str | None], summary: dict[str, Any], *, whole: bool
+) -> None:
     console = terminal.console(sys.stdout)
     console.print(terminal.fault_table(rows, ids))
     for number, name in enumerate(ids, 1):
@@ -77,7 +80,8 @@ def _print(rows: Sequence[Row], ids: Sequence[str], replays: Sequence[str | None
     for row, replay in zip(rows, replays, strict=True):
         if not row.passed:
             console.print("\n" + terminal.row_text(row, replay), soft_wrap=True)
-    if blind := [name for name in ids if not any(name in row.violated for row in rows if not row.harmless)]:
+    blind = [name for name in ids if not any(name in row.violated for row in rows if not row.harmless)]
+    if whole and blind:  # of some faults alone, it would say nothing of the invariants
         console.print(f"\nno fault here violates {', '.join(blind)}", soft_wrap=True)
     console.print(
         f"\n{terminal.matrix_summary(rows)}, " + "{runs} runs, {seconds:.1f} s, seed {seed}".format(**summary)

@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import os
+import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -30,9 +31,27 @@ def check_writable(path: Path) -> Path:
         raise UsageError(f"--json {path}: folder {path.parent} does not exist; make it, or name another file")
     if path.exists() and not path.is_file():
         raise UsageError(f"--json {path}: expected the name of a file, and this is none")
-    if not os.access(path.parent, os.W_OK):
-        raise UsageError(f"--json {path}: folder {path.parent} cannot be written to; name a file in another one")
+    try:
+        with tempfile.TemporaryFile(dir=path.parent) as file:  # what a folder's mode says is no proof
+            file.write(b"{}")
+    except OSError as error:
+        raise UsageError(
+            f"--json {path}: folder {path.parent} cannot be written to: {error.strerror}; name a file in another one"
+        ) from error
     return path
+
+
+def write_last(path: Path, document: Mapping[str, Any], status: int) -> int:
+    """Write the document of a command; the exit status, which is `status` unless the file cannot be written.
+
+    That is told in one line, and makes 3 of any status but 1: a violation that was printed stays one.
+    """
+    try:
+        write(path, document)
+    except OSError as error:
+        print(f"--json {path}: could not be written: {error.strerror}", file=sys.stderr)
+        return status if status == 1 else 3
+    return status
 
 
 def write(path: Path, document: Mapping[str, Any]) -> None:
