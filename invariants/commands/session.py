@@ -14,6 +14,7 @@ from invariants.errors import UsageError, WorldError
 from invariants.registry import registry
 from invariants.runner import preloaded
 from invariants.target import Fault, HasFaults
+from invariants.world.guard import LIMIT_S, allowed
 
 if TYPE_CHECKING:
     from invariants.case import Case
@@ -37,8 +38,10 @@ class Worlds:
     largest: int = 8
 
     def __post_init__(self) -> None:
-        if not self.deadline_s > 0:
-            raise UsageError(f"--deadline {self.deadline_s:g}: expected a number of seconds above 0")
+        if not allowed(self.deadline_s):
+            raise UsageError(
+                f"--deadline {self.deadline_s:g}: expected a number of seconds above 0 and below {LIMIT_S:g}"
+            )
         at_least_one("--max-world", self.largest)
         from invariants.world.pool import Backend
 

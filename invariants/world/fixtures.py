@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from invariants.world.guard import refusal
+from invariants.world.guard import LIMIT_S, allowed, refusal
 
 if TYPE_CHECKING:
     from invariants.world.pool import WorldPool
@@ -65,8 +65,8 @@ def _seconds(name: str, value: Any) -> float:
         seconds = float(value)
     except (TypeError, ValueError):
         seconds = math.nan
-    if not 0 < seconds < math.inf:
-        raise pytest.UsageError(f"{name}={value}: expected a number of seconds above 0")
+    if not allowed(seconds):
+        raise pytest.UsageError(f"{name}={value}: expected a number of seconds above 0 and below {LIMIT_S:g}")
     return seconds
 
 

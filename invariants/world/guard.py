@@ -1,10 +1,18 @@
-"""Keeps Hypothesis out of the ranks: each would draw, and shrink, examples of its own."""
+"""What no world may do: wait a day, or draw. Hypothesis is kept out of ranks, each of which would shrink by itself."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from invariants.errors import UsageError
+
+LIMIT_S = 86_400.0
+"""Deadlines are below a day: what waits longer is not waited for, and backends count in numbers that end somewhere."""
+
+
+def allowed(seconds: float) -> bool:
+    """Whether a call may have this deadline; false of what is no number too."""
+    return 0 < seconds < LIMIT_S
 
 
 def refuse_given(size: int) -> None:

@@ -9,6 +9,7 @@ from typing import Literal, get_args
 
 from invariants.errors import UsageError
 from invariants.world.failure import RankFailed
+from invariants.world.guard import LIMIT_S, allowed
 from invariants.world.server import Server
 from invariants.world.world import World
 
@@ -38,8 +39,10 @@ class WorldPool:
     ) -> None:
         if backend not in get_args(Backend):
             raise UsageError(f"backend {backend!r}: expected one of {', '.join(get_args(Backend))}")
-        if not deadline_s > 0:
-            raise UsageError(f"world deadline {deadline_s!r}: expected a number of seconds above 0")
+        if not allowed(deadline_s):
+            raise UsageError(
+                f"world deadline {deadline_s!r}: expected a number of seconds above 0 and below {LIMIT_S:g}"
+            )
         self.deadline_s = deadline_s
         self._folder = folder
         self._backend = backend

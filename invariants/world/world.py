@@ -15,9 +15,10 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from invariants.errors import WorldError
+from invariants.errors import UsageError, WorldError
 from invariants.world.collect import Collection, Rank
 from invariants.world.failure import RankFailed, RankFailure
+from invariants.world.guard import LIMIT_S, allowed
 from invariants.world.server import Server
 from invariants.world.wire import dumps, loads
 
@@ -66,7 +67,10 @@ class World:
         Tensors in results arrive detached, on the CPU. Raises `RankFailed` if a rank raises, dies or is not done within
         `deadline_s` seconds of wall time, counted from when this world may compute.
         """
+        __tracebackhide__ = True  # pytest then shows the test's own line, and below it what the rank says
         limit_s = self._deadline_s() if deadline_s is None else deadline_s
+        if not allowed(limit_s):
+            raise UsageError(f"deadline_s={limit_s!r}: expected a number of seconds above 0 and below {LIMIT_S:g}")
         try:
             cargo = dumps((function, args))
         except Exception as error:
@@ -118,6 +122,7 @@ class World:
             self._slot.release()
 
     def _start(self, limit_s: float) -> None:
+        __tracebackhide__ = True
         if self._ranks and limit_s > self._made_for_s and not self._used:
             self._end()  # its backend would give up before the deadline
         if self._ranks:
@@ -146,11 +151,13 @@ class World:
         self._collect(limit_s)
 
     def _ask(self, command: bytes, limit_s: float) -> list[bytes]:
+        __tracebackhide__ = True
         for rank in self._ranks:
             rank.send(command, limit_s)
         return self._collect(limit_s)
 
     def _collect(self, limit_s: float) -> list[bytes]:
+        __tracebackhide__ = True
         assert self._home is not None
         collection = Collection(self._ranks, self._home, self._folder, limit_s)
         try:
@@ -193,6 +200,7 @@ class World:
         return failures
 
     def _read(self, rank: int, answer: bytes) -> Any:
+        __tracebackhide__ = True
         try:
             return loads(answer)
         except Exception as error:

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -142,6 +143,8 @@ MISTAKES = [
     (["check", "toy:toy", "--cases", "0"], ["--cases 0", "1 or more"]),
     (["check", "toy:toy", "--max-world", "0"], ["--max-world 0", "1 or more"]),
     (["check", "toy:toy", "--deadline", "-1"], ["--deadline -1", "above 0"]),
+    (["check", "toy:toy", "--deadline", "86400"], ["--deadline 86400", "below 86400"]),
+    (["replay", "toy:toy/m=2", "--deadline", "inf"], ["--deadline inf", "below 86400"]),
     (["check", "toy:toy", "--deadline", "nan"], ["--deadline nan", "above 0"]),
     (["check", "toy:toy", "--backend", "mpi"], ["--backend mpi", "auto, gloo, nccl"]),
     (["check", "toy:toy", "--known", "absent.toml"], ["absent.toml", "No such file"]),
@@ -277,6 +280,33 @@ def test_an_entry_that_fits_no_case_is_found_before_worlds_start(command, folder
     assert "when='m < schedule'" in err
 
 
+@pytest.mark.parametrize(("wrong", "expected"), [(False, 3), (True, 1)])
+def test_a_file_that_cannot_be_written_in_the_end_keeps_the_verdicts(command, runs, folder, wrong, expected):
+    out_folder = folder / "reports"
+    out_folder.mkdir()
+
+    def vanish(case, fault):
+        shutil.rmtree(out_folder, ignore_errors=True)
+        return wrong
+
+    runs.wrong = vanish
+    untried = ["--only", "idle"] if wrong else []
+    for arguments in (["check", "toy:toy"], ["faults", "toy:toy", "--only", "quiet", *untried]):
+        out_folder.mkdir(exist_ok=True)
+        status, out, err = command(*arguments, "--json", "reports/out.json")
+        assert status == expected
+        assert "loss.finite" in out
+        assert err.splitlines()[-1] == (
+            f"--json {out_folder / 'out.json'}: could not be written: No such file or directory"
+        )
+
+
+def test_a_folder_that_takes_no_file_is_found_before_anything_starts(command, runs):
+    status, out, err = command("check", "toy:toy", "--json", "/proc/out.json")
+    assert (status, out, runs.made, len(err.splitlines())) == (2, "", [], 1)
+    assert "--json /proc/out.json: folder /proc cannot be written to: " in err
+
+
 def test_replay_says_where_a_fault_changes_nothing(command, runs):
     status, out, _ = command("replay", "toy:toy/m=2", "--fault", "loud", "--only", "loss.finite")
     assert (status, runs.made) == (1, [(Case(microbatches=2), "loud")])
@@ -301,6 +331,7 @@ def test_the_matrix_names_what_is_not_caught(command, runs, folder):
     }
     status, out, _ = command("faults", "toy:toy", "--only", "loud", "--only", "quiet")
     assert status == 0
+    assert "no fault here violates" not in out
     assert "1 of 1 faults caught, 1 of 1 harmless variants clean" in out
 
 

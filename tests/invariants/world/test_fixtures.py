@@ -132,8 +132,12 @@ def test_wrong_options_and_markers_are_one_clear_line(pytester):
     )
     for arguments, line in (
         (["--backend=mpi"], "ERROR: --backend=mpi: expected one of auto, gloo, nccl"),
-        (["--world-deadline=soon"], "ERROR: --world-deadline=soon: expected a number of seconds above 0"),
-        (["-o", "world_deadline=-1"], "ERROR: world_deadline=-1: expected a number of seconds above 0"),
+        (
+            ["--world-deadline=soon"],
+            "ERROR: --world-deadline=soon: expected a number of seconds above 0 and below 86400",
+        ),
+        (["--world-deadline=86400"], "ERROR: --world-deadline=86400: expected a number of seconds above 0 and below *"),
+        (["-o", "world_deadline=-1"], "ERROR: world_deadline=-1: expected a number of seconds above 0 and below *"),
     ):
         result = pytester.runpytest_inprocess(*arguments)
         assert result.ret == pytest.ExitCode.USAGE_ERROR
@@ -141,6 +145,37 @@ def test_wrong_options_and_markers_are_one_clear_line(pytester):
     result = pytester.runpytest_inprocess()
     result.stdout.fnmatch_lines(["*@pytest.mark.worlds(0): expected numbers of ranks, 1 or more"])
     result.assert_outcomes(errors=1)
+
+
+def test_a_deadline_of_a_day_is_refused_in_the_marker_too(pytester):
+    pytester.makepyfile(
+        """
+        import pytest
+        @pytest.mark.worlds(2, deadline=86400)
+        def test_long(world): pass
+        """
+    )
+    result = pytester.runpytest_inprocess("-p", "no:cacheprovider")
+    result.assert_outcomes(errors=1)
+    result.stdout.fnmatch_lines(["*@pytest.mark.worlds: deadline=86400: expected a number of seconds above 0 and*"])
+
+
+def test_a_failed_rank_is_shown_below_the_line_of_the_test(pytester):
+    pytester.makepyfile(
+        """
+        def fails(context):
+            raise ValueError("the third layer")
+
+        def test_it(worlds):
+            worlds(1).run(fails)
+        """
+    )
+    result = pytester.runpytest_inprocess("-p", "no:cacheprovider")
+    result.assert_outcomes(failed=1)
+    text = result.stdout.str()
+    assert "rank 0 raised ValueError: the third layer" in text
+    assert "world.py" not in text
+    assert "_collect" not in text
 
 
 def test_given_under_a_launcher_of_several_ranks_is_refused(pytester, monkeypatch):

@@ -356,7 +356,11 @@ def test_two_pools_that_share_slots_compute_one_after_the_other(tmp_path):
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [({"backend": "mpi"}, "expected one of auto, gloo, nccl"), ({"deadline_s": 0.0}, "expected a number of seconds")],
+    [
+        ({"backend": "mpi"}, "expected one of auto, gloo, nccl"),
+        ({"deadline_s": 0.0}, "expected a number of seconds"),
+        ({"deadline_s": 86400.0}, "below 86400"),
+    ],
 )
 def test_a_wrong_argument_starts_nothing(tmp_path, arguments, message):
     with pytest.raises(UsageError, match=message):
