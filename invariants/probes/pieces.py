@@ -97,7 +97,8 @@ def _ranges(part: Held, size: int) -> list[tuple[int, int, int]]:
 def print_of(piece: Piece) -> Print:
     """Digest and norm of a piece that is there."""
     assert piece.values is not None
-    values = piece.values.contiguous()
+    # A copy, not `contiguous`: that leaves any stride to a dimension of one element.
+    values = piece.values.clone(memory_format=torch.contiguous_format)
     data = values.view(torch.uint8).numpy().tobytes()
     digest = hashlib.blake2b(data, digest_size=16).hexdigest()
     norm = float(values.double().norm())
