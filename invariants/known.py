@@ -15,7 +15,7 @@ from __future__ import annotations
 import ast
 import operator
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from functools import cache
 from pathlib import Path
@@ -65,10 +65,17 @@ class Known:
             raise UsageError(f"known violation, when={self.when!r}: {error}, for case {case}") from error
 
 
-def read_known(path: Path) -> tuple[Known, ...]:
-    """The entries of a TOML file; a `UsageError` names the file, the entry, the key and what would be right."""
+def read_known(path: Path, ids: Collection[str] | None = None) -> tuple[Known, ...]:
+    """The entries of a TOML file; a `UsageError` names the file, the entry, the key and what would be right.
+
+    With `ids`, those of all invariants, an entry for another is refused.
+    """
     try:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise UsageError(
+            f"known violations {path}: No such file; name one that exists, of [[known]] tables, or leave it out"
+        ) from error
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"known violations {path}: {error}; expected a TOML file of [[known]] tables") from error
     except tomllib.TOMLDecodeError as error:
@@ -78,7 +85,16 @@ def read_known(path: Path) -> tuple[Known, ...]:
     entries = document.get("known", [])
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise UsageError(f"known violations {path}: 'known' is no list of tables; expected [[known]] above each entry")
-    return tuple(_entry(entry, f"known violations {path}, entry {number}") for number, entry in enumerate(entries, 1))
+    found = []
+    for number, entry in enumerate(entries, 1):
+        source = f"known violations {path}, entry {number}"
+        known = _entry(entry, source)
+        if ids is not None and known.invariant not in ("*", *ids):
+            raise UsageError(
+                f"{source}: invariant {known.invariant!r} does not exist; expected one of *, {', '.join(ids)}"
+            )
+        found.append(known)
+    return tuple(found)
 
 
 def fit(known: Iterable[Known], cases: Sequence[Case]) -> None:

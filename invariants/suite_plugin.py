@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 import shlex
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -119,9 +120,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     try:
         if metafunc.cls is not None:
             raise UsageError("a suite is a function: assign it at the top level of a module, not in a class")
-        _check(suite, definition)
         own = hookspecs.registered(definition.ihook.pytest_invariants_register, metafunc.config)
         invariants = registry(own)
+        _check(suite, definition, invariants)
     except UsageError as error:
         raise _failed(f"{definition.nodeid}: {error}") from None
     metafunc.config.stash[fixtures.preload].update(preloaded(suite.target))
@@ -133,7 +134,7 @@ def _failed(text: str) -> BaseException:
     return pytest.fail.Exception(text, pytrace=False)
 
 
-def _check(suite: Suite, item: pytest.Item) -> None:
+def _check(suite: Suite, item: pytest.Item, ids: Collection[str]) -> None:
     """Raise `UsageError` for what is wrong in a suite, before anything of it runs."""
     checked_target(suite.target, "target of the suite")
     if suite.cases is not None and not (isinstance(suite.cases, int) and suite.cases >= 1):
@@ -141,7 +142,7 @@ def _check(suite: Suite, item: pytest.Item) -> None:
     if suite.seed is not None and not isinstance(suite.seed, int):
         raise UsageError(f"seed={suite.seed!r}: expected a whole number")
     for path in _known_files(suite, item):
-        read_known(path)
+        read_known(path, ids)
 
 
 def _known_files(suite: Suite, item: pytest.Item) -> list[Path]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,8 +39,9 @@ def check(plan: Plan, worlds: Worlds) -> int:
     at_least_one("--cases", plan.cases)
     out = document.check_writable(plan.json) if plan.json else None
     target = load_target(plan.spec)
-    invariants = select(registered(), plan.only)
-    known = _known(plan, target)
+    existing = registered()
+    invariants = select(existing, plan.only)
+    known = _known(plan, target, existing)
     from invariants import campaign
     from invariants.known import fit
     from invariants.store import Store
@@ -59,17 +60,28 @@ def check(plan: Plan, worlds: Worlds) -> int:
     replays = [_replay(plan.spec, judgement, worlds) for judgement in judgements]
     summary = {"cases": len(cases), "runs": progress.runs, "seconds": round(progress.seconds, 1), "seed": plan.seed}
     _print(judgements, replays, summary)
+    for line in _unmatched(known, judgements):
+        print(line)
     if out:
         found = _document(plan, target, summary, status, invariants, judgements, replays)
         return document.write_last(out, found, status)
     return status
 
 
-def _known(plan: Plan, target: Target) -> list[Known]:
+def _known(plan: Plan, target: Target, ids: Collection[str]) -> list[Known]:
     from invariants.known import read_known
 
     shipped = [target.known()] if isinstance(target, HasKnown) else []
-    return [known for path in (*shipped, *plan.known) for known in read_known(path)]
+    return [known for path in (*shipped, *plan.known) for known in read_known(path, ids)]
+
+
+def _unmatched(known: Sequence[Known], judgements: Sequence[Judgement]) -> Iterator[str]:
+    """A line for each entry for an invariant that was judged, and which covered none of its cases."""
+    judged = {judgement.invariant for judgement in judgements}
+    covered = {entry for judgement in judgements for entry, _ in judgement.known}
+    for entry in known:
+        if entry.invariant in ("*", *judged) and entry not in covered:
+            yield f"known violation of {entry.invariant} where {' '.join(entry.when.split())}: matched no case"
 
 
 def _replay(spec: str, judgement: Judgement, worlds: Worlds) -> str | None:

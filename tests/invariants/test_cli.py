@@ -271,6 +271,21 @@ def test_known_violations_are_shown_and_let_pass(command, runs, folder):
     assert "known violation 1" in out
 
 
+def test_an_entry_for_no_invariant_is_a_mistake_and_one_that_covers_nothing_is_told(command, runs, folder):
+    entry = '[[known]]\ninvariant = "loss.finite"\nwhen = "m > 2"\nreason = "why"\nreport = "there"\n'
+    (folder / "known.toml").write_text(entry + entry.replace("loss.finite", "loss.infinite"))
+    status, out, err = command("check", "toy:toy", "--known", "known.toml")
+    assert (status, out, runs.made, len(err.splitlines())) == (2, "", [], 1)
+    assert "entry 2: invariant 'loss.infinite' does not exist; expected one of *, " in err
+    (folder / "known.toml").write_text(entry)
+    line = "known violation of loss.finite where m > 2: matched no case\n"
+    status, out, _ = command("check", "toy:toy", "--known", "known.toml", "--only", "loss.finite")
+    assert (status, line in out) == (0, True)
+    runs.wrong = lambda case, fault: case.microbatches > 2
+    status, out, _ = command("check", "toy:toy", "--known", "known.toml", "--only", "loss.finite", "--seed", 1)
+    assert (status, line in out) == (0, False)
+
+
 def test_an_entry_that_fits_no_case_is_found_before_worlds_start(command, folder, monkeypatch):
     monkeypatch.setattr(Worlds, "running", None)  # calling it would be an error of another kind
     entry = '[[known]]\ninvariant = "loss.finite"\nwhen = "m < schedule"\nreason = "why"\nreport = "there"\n'

@@ -158,6 +158,7 @@ def session(pytester):
     pytester.makeconftest(CONFTEST)
     pytester.makepyfile(toy=TARGETS)
     (pytester.path / "known.toml").write_text(KNOWN)
+    (pytester.path / "wrong.toml").write_text(KNOWN.replace("toy.known", "toy.none"))
 
     def run(suites, *options, profile=""):
         pytester.makepyfile(
@@ -322,6 +323,10 @@ def test_random_profiles_draw_a_seed_for_all_workers_and_tell_it(session):
         ("test_a = invariants.suite(Toy('a'), cases=0)", "test_toy.py::test_a: cases=0: expected a whole number"),
         ("test_a = invariants.suite(Toy('a'), seed='x')", "test_toy.py::test_a: seed='x': expected a whole number"),
         ("test_a = invariants.suite(Toy('a'), known=['no.toml'])", "*no.toml*"),
+        (
+            "test_a = invariants.suite(Toy('a'), known=['wrong.toml'])",
+            "*entry 1: invariant 'toy.none' does not exist; *",
+        ),
         ("class TestA:\n    test_a = invariants.suite(Toy('a'))", "*::test_a: a suite is a function: assign it at*"),
     ],
 )
