@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import pytest
 
 if TYPE_CHECKING:
     from invariants.campaign import Judgement
+    from invariants.known import Known
     from invariants.store import Store
 
 PREFIX = "invariants."
 """Of the names of properties; they travel with reports, from workers of xdist too."""
 
 
-def record(item: pytest.Item, target: str, judgement: Judgement, store: Store, source: str) -> None:
-    """Leave the figures of one judgement with its item; `source` is where its cases are from."""
+def record(
+    item: pytest.Item, target: str, judgement: Judgement, store: Store, source: str, known: Sequence[Known] = ()
+) -> None:
+    """Leave the figures of one judgement with its item; `source` is where its cases are from, `known` what is known."""
+    met = {entry for entry, _ in judgement.known}
     figures: dict[str, object] = {
         "target": target,
         "status": judgement.status,
@@ -27,6 +32,11 @@ def record(item: pytest.Item, target: str, judgement: Judgement, store: Store, s
         "extra_runs": judgement.extra_runs,
         "known": "; ".join(
             f"{entry.reason} ({entry.report}): {_number(count, 'case')}" for entry, count in judgement.known
+        ),
+        "unmatched": "\n".join(
+            f"{entry.invariant} where {' '.join(entry.when.split())}"
+            for entry in known
+            if entry.invariant in ("*", judgement.invariant) and entry not in met
         ),
     }
     item.user_properties.extend((PREFIX + name, value) for name, value in figures.items())
@@ -45,6 +55,10 @@ def summarize(reporter: pytest.TerminalReporter) -> None:
         for invariant, figures in items:
             if figures["known"]:
                 reporter.line(f"  known: {invariant}: {figures['known']}")
+        unmatched = Counter(line for _, figures in items for line in str(figures["unmatched"]).splitlines())
+        for line, count in unmatched.items():
+            if not line.startswith("*") or count == len(items):  # an entry for all is met by any
+                reporter.line(f"  known violation of {line}: matched no case")
 
 
 def _recorded(reporter: pytest.TerminalReporter) -> Iterator[tuple[str, dict[str, object]]]:

@@ -231,6 +231,18 @@ def test_known_violations_come_from_the_suite_the_target_and_the_ini(session, su
     result.assert_outcomes(failed=1)
 
 
+def test_an_entry_that_matched_no_case_is_told(session, pytester):
+    (pytester.path / "idle.toml").write_text(KNOWN.replace("m >= 1", "m > 9") + KNOWN.replace("toy.known", "*"))
+    suite = "test_a = invariants.suite(Toy('toy'), cases=3, known=['idle.toml'])"
+    result, _ = session(suite, "-k", "toy.known or toy.holds")
+    result.stdout.fnmatch_lines(["  known violation of toy.known where m > 9: matched no case"])
+    assert "known violation of *" not in result.stdout.str()
+    result, _ = session(suite, "-k", "toy.holds")
+    assert "  known violation of * where m >= 1: matched no case" in result.outlines
+    result, _ = session(suite, "-k", "toy.known", "--case=m=2")
+    assert "matched no case" not in result.stdout.str()
+
+
 def test_a_target_with_a_name_is_replayed_by_it(session):
     result, _ = session("test_a = invariants.suite(target)", "-k", "breaks", "--backend=gloo")
     line = "  replay    invariants replay toy:target/m=6 --only toy.breaks --backend gloo"
