@@ -141,7 +141,7 @@ class Resume:
     deviations: tuple[Deviation, ...]
     """Gradients and updates of the resumed run against the reference that carries on from before the save."""
     losses: tuple[Loss, ...] = ()
-    """Of the resumed run. `reference` is what the same rank reported in the uninterrupted run, with a tolerance of 0, where
+    """Of the resumed run. `reference` is what the rank reported in the uninterrupted run, with a tolerance of 0, where
     the target promises the same bits (NaN where it reported none); else the reference's at the resumed parameters.
     """
 

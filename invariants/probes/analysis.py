@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from invariants.case import Case
+from invariants.case import Case, Precision
 from invariants.evidence import Deviation
 from invariants.probes.data import window_of
 from invariants.probes.records import Analysis, Expected
@@ -19,6 +19,8 @@ from invariants.target import Target
 from invariants.world.context import RankContext
 
 ADAM_EPS = 1e-8
+ROUGH: Precision = "float32"
+"""What rounding does is measured here, where float64 is exact; its errors are scaled to the case's precision."""
 NUDGES, ROUNDINGS = 2, 4
 """Evaluations at parameters that are off, and by how many roundings: about what a layer's own arithmetic makes."""
 
@@ -53,8 +55,9 @@ class Judge:
     def __init__(self, context: RankContext, target: Target, case: Case, skipped: frozenset[int]) -> None:
         self.context, self.target, self.case, self.skipped = context, target, case, skipped
         self.dtype = DTYPES[case.precision]
-        self.exact = Reference(target, case, context, decomposed=False)
-        self.rounded = Reference(target, case, context, decomposed=True)
+        self.exact = Reference(target, case, context, "float64")
+        self.rounded = Reference(target, case, context, ROUGH, decomposed=True)
+        self.nudged = Reference(target, case, context, ROUGH)
         self.optimizers = self._optimizers()
         self.gradient_limit = 0.0
         self._gathered: dict[tuple[Path, int], dict[str, Whole]] = {}
@@ -79,9 +82,11 @@ class Judge:
         start = {name: whole.values for name, whole in before.items()}
         loss, exact = self._at(self.exact, start, step)
         losses, rounded = zip(*self._rounded(start, step), strict=True)
-        floor = 16 * unit_roundoff(self.dtype) * max(1.0, abs(loss))
-        analysis.losses.append(Expected(step + 1, loss, max(floor, *(8 * abs(other - loss) for other in losses))))
-        limits = tolerances(exact, rounded, self.dtype)
+        unit = unit_roundoff(self.dtype)
+        scale = unit / unit_roundoff(DTYPES[ROUGH])
+        errors = [16 * unit * max(1.0, abs(loss)), *(8 * scale * abs(other - loss) for other in losses)]
+        analysis.losses.append(Expected(step + 1, loss, max(errors)))
+        limits = tolerances(exact, rounded, DTYPES[ROUGH], scale)
         self.gradient_limit = max([self.gradient_limit, *limits.values()])
         if gradients is None or analysis.gradients is None or analysis.updates is None:
             analysis.gradients = analysis.updates = None
@@ -94,18 +99,18 @@ class Judge:
         return reference.step(window_of(self.target, self.case, step))
 
     def _rounded(self, parameters: Values, step: int) -> Iterator[tuple[float, dict[str, Tensor]]]:
-        """The same step with rounding errors: in the case's own precision, and in float64 from parameters that are off
-        by a few roundings. The first alone may be right by luck where a small error in makes a large one out.
+        """The same step with rounding errors: cut as the case is, and from parameters that are off by a few roundings.
+        The first alone may be right by luck where a small error in makes a large one out.
         """
         yield self._at(self.rounded, parameters, step)
         generator = torch.Generator().manual_seed(step)
-        nudge = ROUNDINGS * unit_roundoff(self.dtype)
+        nudge = ROUNDINGS * unit_roundoff(DTYPES[ROUGH])
         for _ in range(NUDGES):
             signs = {
                 name: torch.randint(2, values.shape, generator=generator) * 2 - 1 for name, values in parameters.items()
             }
             nudged = {name: values.double() * (1 + nudge * signs[name]) for name, values in parameters.items()}
-            yield self._at(self.exact, nudged, step)
+            yield self._at(self.nudged, nudged, step)
 
     def _parameters(self, folder: Path, step: int) -> dict[str, Whole]:
         """After `step` steps; what comes after one step comes before the next."""
@@ -139,7 +144,7 @@ class Judge:
         """Judge parameters after each step against a reference that went its own way from the first ones."""
         found: list[Deviation] = []
         first = {name: whole.values for name, whole in self._parameters(folder, 0).items()}
-        free = Reference(self.target, self.case, self.context, decomposed=False)
+        free = Reference(self.target, self.case, self.context, "float64")
         optimizer = ReferenceOptimizer(self.target, self.case, free.trained, torch.float64)
         parameters = dict(first)
         for step in range(len(self.case.windows)):

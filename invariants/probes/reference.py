@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from invariants.case import Case, Topology
+from invariants.case import Case, Precision, Topology
 from invariants.errors import UsageError
 from invariants.probes.data import in_precision
 from invariants.probes.pieces import pieces_of
@@ -26,17 +26,21 @@ OPTIMIZERS: Mapping[str, type[torch.optim.Optimizer]] = {
 
 
 class Reference:
-    """The target's model in one process, in float64 and one block, or as `decomposed`: in the case's own precision, cut
-    into its replicas x microbatches.
+    """The target's model in one process, in `precision`: each batch whole, or `decomposed` into the case's replicas x
+    microbatches.
     """
 
-    def __init__(self, target: Target, case: Case, context: RankContext, *, decomposed: bool) -> None:
-        self.dtype = DTYPES[case.precision] if decomposed else torch.float64
+    def __init__(
+        self, target: Target, case: Case, context: RankContext, precision: Precision, *, decomposed: bool = False
+    ) -> None:
+        self.dtype = DTYPES[precision]
         self.trainer: Trainer
         if isinstance(target, HasReference):
-            self.trainer = target.reference(case if decomposed else case.single(), context)
+            chosen = replace(case if decomposed else case.single(), precision=precision)
+            self.trainer = target.reference(chosen, context)
         else:
-            self.trainer = target.build(_one_rank(case) if decomposed else case.single(), context)
+            chosen = replace(_one_rank(case) if decomposed else case.single(), precision=precision)
+            self.trainer = target.build(chosen, context)
 
         held = list(self.trainer.held(Kind.PARAMETER))
         self.unused: set[str] = set()

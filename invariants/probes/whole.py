@@ -124,8 +124,10 @@ FAR = 2**20
 """Rounding errors, in units of the largest value, that no small model piles up: 6 % in float32, 1e-10 in float64."""
 
 
-def tolerances(exact: Values, rounded: Sequence[Values], dtype: torch.dtype) -> dict[str, float]:
-    """8 times the largest error among `rounded`, per tensor, floored by 16 u of `dtype` over the whole model.
+def tolerances(exact: Values, rounded: Sequence[Values], dtype: torch.dtype, scale: float = 1.0) -> dict[str, float]:
+    """8 times the largest error among `rounded`, per tensor, floored by 16 u over the whole model, all times `scale`.
+
+    `rounded` and u are of `dtype`; `scale` leads from there to the roundoff of another one.
 
     Raises `UsageError` where that error is no rounding: it would make any deviation tolerable.
     """
@@ -140,4 +142,4 @@ def tolerances(exact: Values, rounded: Sequence[Values], dtype: torch.dtype) -> 
                 "step must train on the whole of each batch, and depend on parameters and batch alone: on no buffer, "
                 "count of steps or random generator"
             )
-    return {name: max(8 * error, 16 * unit) for name, error in errors.items()}
+    return {name: scale * max(8 * error, 16 * unit) for name, error in errors.items()}
