@@ -61,7 +61,7 @@ Only = Annotated[list[str] | None, typer.Option(metavar="ID", help="judge this i
 @_ends
 def check_target(
     target: Spec,
-    cases: Annotated[int, typer.Option(help="number of cases to draw")] = 40,
+    cases: Annotated[int, typer.Option(help="number of cases to draw")] = 30,
     seed: Seed = 0,
     known: Annotated[
         list[Path] | None, typer.Option(metavar="FILE", help="known violations; may be given again")

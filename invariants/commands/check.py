@@ -93,7 +93,13 @@ def _replay(spec: str, judgement: Judgement, worlds: Worlds) -> str | None:
 def _print(judgements: Sequence[Judgement], replays: Sequence[str | None], summary: dict[str, Any]) -> None:
     console = terminal.console(sys.stdout)
     console.print(terminal.judgement_table(judgements))
+    told: dict[str, str] = {}
     for judgement, replay in zip(judgements, replays, strict=True):
+        if replay and judgement.status == "unknown" and judgement.verdict:
+            first = told.setdefault(judgement.verdict.reason, judgement.invariant)
+            if first != judgement.invariant:  # one rank's end is all that several invariants have to tell
+                console.print(f"\n{judgement.invariant} is unknown for the reason of {first}", soft_wrap=True)
+                continue
         if replay and judgement.status in ("violated", "unknown"):
             console.print("\n" + terminal.failure_text(judgement, replay), soft_wrap=True)
     for line in terminal.known_texts(judgements):
