@@ -47,7 +47,7 @@ def _lowered(evidence: Evidence, rows: tuple[Row, ...]) -> tuple[Row, ...]:
 
 
 def _first_trained_stage(evidence: Evidence) -> int:
-    """Frozen first stages get no gradient. Which ones are, ranks tell; without their word, the case's own split does."""
+    """Frozen first stages get no gradient. Which ones are, ranks tell; without their word, the case's split does."""
     topology = evidence.case.topology
     held = {(seen.rank, seen.trainable) for seen in evidence.optimizer or () if seen.kind == "parameter"}
     if held:
