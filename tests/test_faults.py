@@ -32,6 +32,9 @@ STANDS_FOR = {
 """A fault that each invariant must see itself, whoever else does."""
 
 
+HEALTHY = {}
+
+
 @cache
 def planned(name):
     return plan(TARGETS[name], 300, seed=0)
@@ -44,7 +47,17 @@ def test_a_fault_is_caught_and_a_variant_is_not(worlds, tmp_path, name, fault):
     applicable = [case for case in planned(name) if planted.applies(case)]
     smallest = min(case.topology.world_size for case in applicable)
     cases = [case for case in applicable if case.topology.world_size == smallest]
-    (row,) = matrix({fault: planted}, cases, BUILT_IN, Runner(worlds.pool, target, tmp_path), tries=4, variants=1)
+    runner = Runner(worlds.pool, target, tmp_path)
+
+    def run(case, fault):
+        if fault is not None:
+            return runner(case, fault)
+        # Many faults are tried on one case; what it gives without any is the same each time.
+        if (name, case) not in HEALTHY:
+            HEALTHY[name, case] = runner(case)
+        return HEALTHY[name, case]
+
+    (row,) = matrix({fault: planted}, cases, BUILT_IN, run, tries=4, variants=1)
     assert row.passed, (row.outcome, str(row.telling), [str(v) for v in row.violated.values()], dict(row.unknown))
     must_see = {invariant for invariant, stand in STANDS_FOR.items() if stand == (name, fault)}
     assert must_see <= set(row.violated), str(row.telling)
