@@ -160,7 +160,7 @@ class _Run:
         return resumed
 
     def _compare(self, trained: Sequence[Trained], resumed: Sequence[Trained] | None) -> None:
-        skips = [{seen.step for seen in rank.steps if seen.skipped} for rank in trained]
+        skips = [frozenset(seen.step for seen in rank.steps if seen.skipped) for rank in trained]
         judged = resumed is not None and self.target.promises.resume == "tolerance"
         folders = (self.folder / "trained", self.folder / "resumed" if judged else None)
         if judged:
@@ -174,7 +174,7 @@ class _Run:
                 self.target,
                 self.case,
                 *folders,
-                frozenset.intersection(*map(frozenset, skips)),
+                frozenset.intersection(*skips),
             )
         self.found[Section.LOSSES] = _losses(trained, analysis.losses)
         self._note_gradients(trained, analysis)

@@ -94,13 +94,17 @@ def _ranges(part: Held, size: int) -> list[tuple[int, int, int]]:
     return [(int(index[a]), int(index[a]) + b - a, a) for a, b in zip(starts, ends, strict=True) if b > a]
 
 
+def digest_of(data: bytes) -> str:
+    """The digest that stands for bytes in evidence."""
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
 def print_of(piece: Piece) -> Print:
     """Digest and norm of a piece that is there."""
     assert piece.values is not None
     # A copy, not `contiguous`: that leaves any stride to a dimension of one element.
     values = piece.values.clone(memory_format=torch.contiguous_format)
-    data = values.view(torch.uint8).numpy().tobytes()
-    digest = hashlib.blake2b(data, digest_size=16).hexdigest()
+    digest = digest_of(values.view(torch.uint8).numpy().tobytes())
     norm = float(values.double().norm())
     return Print(piece.name, piece.lo, piece.hi, _dtype(values), digest, norm, piece.state_key)
 

@@ -9,11 +9,11 @@ rely on a common random state keeps it; without one, each rank's state is its ow
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -21,10 +21,10 @@ import torch
 
 from invariants.case import Case, Save
 from invariants.errors import Refused, UsageError
-from invariants.evidence import Print, Snapshot, State
+from invariants.evidence import Snapshot, State
 from invariants.probes.activations import Activations
 from invariants.probes.data import window_of
-from invariants.probes.pieces import dump, owned_of, pieces_of, prints_of
+from invariants.probes.pieces import digest_of, dump, owned_of, pieces_of, prints_of
 from invariants.probes.records import Built, Stepped, Trained
 from invariants.target import (
     Closes,
@@ -149,15 +149,12 @@ class Session:
 
     def record_state(self) -> None:
         """Record what a checkpoint must give back."""
-        optimizer = (*prints_of(self.trainer.held(Kind.OPTIMIZER)), *self._masters())
+        masters = (replace(print_, state_key="master") for print_ in prints_of(self.trainer.held(Kind.MASTER)))
+        optimizer = (*prints_of(self.trainer.held(Kind.OPTIMIZER)), *masters)
         steps = int(self.trainer.steps_done()) if isinstance(self.trainer, Counts) else None
         generators = tuple((name, GENERATORS[name]()) for name in self.target.promises.generators)
         parameters = prints_of(self.trainer.held(Kind.PARAMETER))
         self.recorded.state = State(self.context.rank, parameters, optimizer, generators, steps)
-
-    def _masters(self) -> Iterator[Print]:
-        for held in prints_of(self.trainer.held(Kind.MASTER)):
-            yield Print(held.name, held.lo, held.hi, held.dtype, held.digest, held.norm, "master")
 
     def record_sizes(self) -> None:
         """Record place and size of all that is held."""
@@ -207,18 +204,14 @@ def _draw() -> None:
     random.random()
 
 
-def _digest(data: bytes) -> str:
-    return hashlib.blake2b(data, digest_size=16).hexdigest()
-
-
 def _numpy_state() -> str:
     kind, keys, *rest = np.random.get_state()
-    return _digest(np.asarray(keys).tobytes() + json.dumps([kind, *rest]).encode())
+    return digest_of(np.asarray(keys).tobytes() + json.dumps([kind, *rest]).encode())
 
 
 GENERATORS: dict[str, Callable[[], str]] = {
-    "torch": lambda: _digest(torch.get_rng_state().numpy().tobytes()),
-    "python": lambda: _digest(json.dumps(random.getstate()).encode()),
+    "torch": lambda: digest_of(torch.get_rng_state().numpy().tobytes()),
+    "python": lambda: digest_of(json.dumps(random.getstate()).encode()),
     "numpy": _numpy_state,
 }
 """Digest of the state of each generator that a target may promise to restore."""

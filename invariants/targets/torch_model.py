@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from invariants.case import Case, Model
 from invariants.errors import UsageError
-
-_DTYPES = {"float32": torch.float32, "float64": torch.float64}
+from invariants.probes.reference import DTYPES
 
 
 class Embedding(nn.Module):
@@ -112,7 +111,7 @@ def build_layers(case: Case, device: torch.device) -> dict[int, nn.Module]:
         layers = [Embedding(sizes), *(Block(sizes) for _ in range(sizes.layers)), Head(sizes)]
     for index in frozen:
         layers[index].requires_grad_(False)
-    return {index: layer.to(device, _DTYPES[case.precision]) for index, layer in enumerate(layers)}
+    return {index: layer.to(device, DTYPES[case.precision]) for index, layer in enumerate(layers)}
 
 
 def activation(case: Case, device: torch.device, *, after: int) -> Tensor:
@@ -126,4 +125,4 @@ def activation(case: Case, device: torch.device, *, after: int) -> Tensor:
         return torch.empty(shape, dtype=torch.int64, device=device)
     last = sizes.vocabulary if after == sizes.layers + 1 else sizes.width
     trained = set(range(after + 1)) - set(case.frozen)
-    return torch.empty((*shape, last), dtype=_DTYPES[case.precision], device=device, requires_grad=bool(trained))
+    return torch.empty((*shape, last), dtype=DTYPES[case.precision], device=device, requires_grad=bool(trained))

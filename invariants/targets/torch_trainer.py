@@ -22,17 +22,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from invariants.case import Case
 from invariants.errors import Refused, UsageError
+from invariants.probes.reference import OPTIMIZERS
 from invariants.target import MISSING, GlobalBatch, Held, Kind, Moment, StepResult, Window
 from invariants.targets.torch_model import Stage, activation, build_layers, cut
 from invariants.targets.torch_rows import posted_row
 from invariants.world.context import RankContext
 
 SCHEDULES: Mapping[str, type[PipelineScheduleSingle]] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
-OPTIMIZERS: Mapping[str, type[torch.optim.Optimizer]] = {
-    "adam": torch.optim.Adam,
-    "adamw": torch.optim.AdamW,
-    "sgd": torch.optim.SGD,
-}
 _IGNORED = -100
 _STEPS, _RNG, _OPTIMIZER = "steps", "rng", "optimizer"
 
