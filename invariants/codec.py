@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import cattrs
 
@@ -29,8 +28,3 @@ def dumps(evidence: Evidence) -> str:
 def loads(text: str) -> Evidence:
     """Read what `dumps` wrote."""
     return _CONVERTER.structure(json.loads(text), Evidence)
-
-
-def plain(value: object) -> Any:
-    """Any of our dataclasses as dictionaries, lists and scalars."""
-    return _CONVERTER.unstructure(value)

@@ -168,10 +168,3 @@ class Evidence:
     optimizer: tuple[Owned, ...] | None = None
     reload: Reload | None = None
     resume: Resume | None = None
-
-    def require(self, section: Section) -> object:
-        """The recorded section; asking for one that is not there is the caller's mistake."""
-        value = getattr(self, section.value)
-        if value is None:
-            raise LookupError(f"evidence of {self.case}: section {section.value} was not recorded")
-        return value

@@ -7,12 +7,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from invariants.case import Case
-from invariants.evidence import Evidence
 from invariants.invariant import Invariant, Status, Verdict
+from invariants.store import Run
 from invariants.target import Fault
-
-Run = Callable[[Case, "str | None"], Evidence]
-"""Runs a case, under the fault of a name or under none."""
 
 Outcome = Literal["caught", "not caught", "clean", "flagged", "not judged", "no case"]
 

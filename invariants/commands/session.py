@@ -19,7 +19,7 @@ from invariants.world.guard import LIMIT_S, allowed
 if TYPE_CHECKING:
     from invariants.case import Case
     from invariants.invariant import Invariant
-    from invariants.matrix import Run
+    from invariants.store import Run
     from invariants.target import Target
 
 HOLD, VIOLATED, USAGE, UNKNOWN, NOTHING, INTERRUPTED = 0, 1, 2, 3, 5, 130

@@ -14,7 +14,7 @@ from rich.progress import Progress as Bar
 if TYPE_CHECKING:
     from invariants.case import Case
     from invariants.evidence import Evidence
-    from invariants.matrix import Run
+    from invariants.store import Run
 
 
 class Progress:

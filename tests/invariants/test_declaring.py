@@ -144,9 +144,3 @@ def test_the_command_lists_every_invariant():
     assert done.returncode == 0, done.stderr
     for item in registry.built_in():
         assert item.id in done.stdout
-
-
-def test_what_was_not_recorded_cannot_be_required():
-    assert EVIDENCE.require(Section.LOSSES) is EVIDENCE.losses
-    with pytest.raises(LookupError, match="section resume"):
-        EVIDENCE.require(Section.RESUME)
