@@ -11,7 +11,7 @@ from torch import Tensor
 
 from impl.grid import Grid
 from impl.model import Stage, summed_loss
-from invariants.schedule.actions import Action, Batch, Op, Row
+from invariants.schedule.actions import Action, Batch, Op, Overlap, Row
 
 
 class Microbatch(NamedTuple):
@@ -65,6 +65,8 @@ class Execution:
         for cell in self.pipeline.row:
             if isinstance(cell, Batch):
                 self.communicate(cell.actions)
+            elif isinstance(cell, Overlap):
+                raise NotImplementedError(f"schedule cell {cell}: this executor computes one action at a time")
             elif cell.op is Op.FORWARD:
                 self.forward(cell.microbatch)
             elif cell.op is Op.BACKWARD:

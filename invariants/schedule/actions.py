@@ -2,8 +2,10 @@
 
 The text form is that of `torch.distributed.pipelining`: `{stage}{operation}{microbatch}`, as in `0F3` and `1SEND_F0`.
 `1SEND_F0` on the rank of stage 1 sends stage 1's output of microbatch 0 to stage 2; `2RECV_F0` receives it there;
-`2SEND_B0` sends the gradient of stage 2's input back to stage 1, where `1RECV_B0` receives it. A cell
-`(1SEND_F2;1RECV_B0)BATCH` posts its operations together and waits for all of them.
+`2SEND_B0` sends the gradient of stage 2's input back to stage 1, where `1RECV_B0` receives it. `0UNSHARD`, `0RESHARD`
+and `0REDUCE_GRAD` gather, free and reduce the parameters of a stage; they belong to no microbatch. A cell
+`(1SEND_F2;1RECV_B0)BATCH` posts its operations together and waits for all of them; `(1F1;2B0)OVERLAP_F_B` computes both
+at once.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import enum
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from invariants.errors import UsageError
 
@@ -27,11 +30,24 @@ class Op(enum.Enum):
     RECV_F = "RECV_F"
     SEND_B = "SEND_B"
     RECV_B = "RECV_B"
+    UNSHARD = "UNSHARD"
+    RESHARD = "RESHARD"
+    REDUCE_GRAD = "REDUCE_GRAD"
 
     @property
     def computes(self) -> bool:
-        """Whether the action occupies the device, as against the link."""
+        """Whether the action computes on a microbatch, as against moving something."""
         return self in _COMPUTE
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether the action is a send or a receive between two stages."""
+        return self in _EXCHANGES
+
+    @property
+    def shards(self) -> bool:
+        """Whether the action moves a stage's parameters or gradients, and so belongs to no microbatch."""
+        return self in _SHARDS
 
     @property
     def sends(self) -> bool:
@@ -45,16 +61,19 @@ class Op(enum.Enum):
 
 
 _COMPUTE = frozenset({Op.FORWARD, Op.INPUT_GRADIENT, Op.WEIGHT_GRADIENT, Op.BACKWARD})
+_EXCHANGES = frozenset({Op.SEND_F, Op.RECV_F, Op.SEND_B, Op.RECV_B})
+_SHARDS = frozenset({Op.UNSHARD, Op.RESHARD, Op.REDUCE_GRAD})
 _FORWARD = frozenset({Op.FORWARD, Op.SEND_F, Op.RECV_F})
+NO_MICROBATCH: Final = -1
 
 
 @dataclass(frozen=True, order=False)
 class Action:
-    """One operation on one microbatch of one stage."""
+    """One operation on one microbatch of one stage; `NO_MICROBATCH` where the operation has none."""
 
     stage: int
     op: Op
-    microbatch: int
+    microbatch: int = NO_MICROBATCH
 
     @property
     def peer(self) -> int:
@@ -62,7 +81,8 @@ class Action:
         return self.stage + 1 if self.op.forward is self.op.sends else self.stage - 1
 
     def __str__(self) -> str:
-        return f"{self.stage}{self.op.value}{self.microbatch}"
+        microbatch = "" if self.microbatch == NO_MICROBATCH else self.microbatch
+        return f"{self.stage}{self.op.value}{microbatch}"
 
 
 @dataclass(frozen=True)
@@ -75,23 +95,38 @@ class Batch:
         return f"({';'.join(map(str, self.actions))})BATCH"
 
 
-Cell = Action | Batch
+@dataclass(frozen=True)
+class Overlap:
+    """Computations that run at the same time; the cell is done when all of them are."""
+
+    actions: tuple[Action, ...]
+
+    def __str__(self) -> str:
+        return f"({';'.join(map(str, self.actions))})OVERLAP_F_B"
+
+
+Cell = Action | Batch | Overlap
 Row = tuple[Cell, ...]
 """What one rank does, in program order."""
 
-_ACTION = re.compile(r"(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|F|I|W|B)(\d+)")
-_BATCH = re.compile(r"\(([^()]+)\)BATCH")
+_ACTION = re.compile(r"(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD|F|I|W|B)(\d*)", re.ASCII)
+_COMPOUND = re.compile(r"\(([^()]+)\)(BATCH|OVERLAP_F_B)")
 
 
 def parse_cell(text: str) -> Cell:
     """Read one cell; anything but its exact text form is a `UsageError`."""
     stripped = text.strip()
-    if batch := _BATCH.fullmatch(stripped):
-        actions = tuple(_parse_action(part.strip(), text) for part in batch[1].split(";"))
-        if any(action.op.computes for action in actions):
+    compound = _COMPOUND.fullmatch(stripped)
+    if compound is None:
+        return _parse_action(stripped, text)
+    actions = tuple(_parse_action(part.strip(), text) for part in compound[1].split(";"))
+    if compound[2] == "BATCH":
+        if not all(action.op.exchanges for action in actions):
             raise UsageError(f"schedule cell {text!r}: a BATCH holds sends and receives only")
         return Batch(actions)
-    return _parse_action(stripped, text)
+    if not all(action.op.computes for action in actions):
+        raise UsageError(f"schedule cell {text!r}: an OVERLAP_F_B holds computations only")
+    return Overlap(actions)
 
 
 def _parse_action(part: str, text: str) -> Action:
@@ -99,7 +134,11 @@ def _parse_action(part: str, text: str) -> Action:
     if match is None:
         allowed = ", ".join(op.value for op in Op)
         raise UsageError(f"schedule cell {text!r}: expected {{stage}}{{op}}{{microbatch}} with op one of {allowed}")
-    return Action(int(match[1]), Op(match[2]), int(match[3]))
+    op = Op(match[2])
+    if op.shards == bool(match[3]):
+        expected = "no microbatch" if op.shards else "a microbatch"
+        raise UsageError(f"schedule cell {text!r}: expected {expected} after {op.value}")
+    return Action(int(match[1]), op, int(match[3] or NO_MICROBATCH))
 
 
 def parse_rows(texts: Iterable[Iterable[str]]) -> tuple[Row, ...]:
@@ -117,13 +156,13 @@ def parse_rows(texts: Iterable[Iterable[str]]) -> tuple[Row, ...]:
 
 
 def actions_of(cell: Cell) -> tuple[Action, ...]:
-    """The actions of a cell: itself, or those of a batch."""
-    return cell.actions if isinstance(cell, Batch) else (cell,)
+    """The actions of a cell: itself, or those of a compound."""
+    return (cell,) if isinstance(cell, Action) else cell.actions
 
 
 def communicates(rows: Iterable[Row]) -> bool:
     """Whether any cell sends or receives, as against a schedule that lists computation only."""
-    return any(not action.op.computes for row in rows for cell in row for action in actions_of(cell))
+    return any(action.op.exchanges for row in rows for cell in row for action in actions_of(cell))
 
 
 def placement(rows: Sequence[Row]) -> dict[int, int]:
@@ -134,10 +173,7 @@ def placement(rows: Sequence[Row]) -> dict[int, int]:
     ranks: dict[int, int] = {}
     for rank, row in enumerate(rows):
         for cell in row:
-            if isinstance(cell, Batch) or not cell.op.computes:
-                continue
-            if ranks.setdefault(cell.stage, rank) != rank:
-                raise UsageError(
-                    f"schedule: stage {cell.stage} computes on rank {ranks[cell.stage]} and on rank {rank}"
-                )
+            for stage in (action.stage for action in actions_of(cell) if action.op.computes):
+                if ranks.setdefault(stage, rank) != rank:
+                    raise UsageError(f"schedule: stage {stage} computes on rank {ranks[stage]} and on rank {rank}")
     return ranks

@@ -78,7 +78,7 @@ def _positions(rows: Sequence[Row]) -> dict[tuple[int, bool, int], int]:
     positions: dict[tuple[int, bool, int], int] = {}
     for rank, row in enumerate(rows):
         for column, cell in enumerate(row):
-            if isinstance(cell, Batch) or not cell.op.computes:
+            if not isinstance(cell, Action) or not cell.op.computes:
                 raise UsageError(
                     f"schedule: {cell} at rank {rank}, column {column}: expected computation only to lower"
                 )

@@ -5,11 +5,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from invariants.errors import UsageError
-from invariants.schedule.actions import Action, Batch, Op, communicates, parse_cell, parse_rows, placement
+from invariants.schedule.actions import Action, Batch, Op, Overlap, communicates, parse_cell, parse_rows, placement
 
-ACTIONS = st.builds(Action, st.integers(0, 4096), st.sampled_from(Op), st.integers(0, 10**6))
-MESSAGES = ACTIONS.filter(lambda action: not action.op.computes)
-CELLS = ACTIONS | st.builds(Batch, st.lists(MESSAGES, min_size=1, max_size=4).map(tuple))
+STAGES, MICROBATCHES = st.integers(0, 4096), st.integers(0, 10**6)
+COMPUTATIONS = st.builds(Action, STAGES, st.sampled_from([op for op in Op if op.computes]), MICROBATCHES)
+MESSAGES = st.builds(Action, STAGES, st.sampled_from([op for op in Op if op.exchanges]), MICROBATCHES)
+SHARDS = st.builds(Action, STAGES, st.sampled_from([op for op in Op if op.shards]))
+CELLS = st.one_of(
+    COMPUTATIONS,
+    MESSAGES,
+    SHARDS,
+    st.builds(Batch, st.lists(MESSAGES, min_size=1, max_size=4).map(tuple)),
+    st.builds(Overlap, st.lists(COMPUTATIONS, min_size=1, max_size=4).map(tuple)),
+)
 
 
 @given(rows=st.lists(st.lists(CELLS, max_size=5).map(tuple), max_size=3).map(tuple))
@@ -18,7 +26,22 @@ def test_a_round_trip_keeps_rows(rows):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "F0", "0F", "0X1", "0F0junk", "-1F0", "0 F0", "0f0", "0F0;1F0", "()BATCH", "(0SEND_F0)"]
+    "text",
+    [
+        "",
+        "F0",
+        "0F",
+        "0X1",
+        "0F0junk",
+        "-1F0",
+        "0 F0",
+        "0f0",
+        "0F0;1F0",
+        "()BATCH",
+        "(0SEND_F0)",
+        "0UNSHARD1",
+        "()OVERLAP_F_B",
+    ],
 )
 def test_a_cell_that_is_not_exact_is_refused_by_its_text(text):
     with pytest.raises(UsageError, match="expected") as error:
@@ -29,6 +52,11 @@ def test_a_cell_that_is_not_exact_is_refused_by_its_text(text):
 def test_a_batch_holds_no_computation():
     with pytest.raises(UsageError, match="sends and receives only"):
         parse_cell("(0SEND_F0;0B1)BATCH")
+
+
+def test_an_overlap_holds_computation_only():
+    with pytest.raises(UsageError, match="computations only"):
+        parse_cell("(0F0;0SEND_F0)OVERLAP_F_B")
 
 
 def test_a_wrong_cell_is_named_by_rank_and_column():
