@@ -23,7 +23,7 @@ def serialised(generate: Any) -> Any:
 
     def rows(name: str, stages: int, microbatches: int) -> Any:
         pairs = []
-        for row in generate(name, stages, microbatches):
+        for row in generate(name, stages, microbatches).rows():
             by_microbatch = sorted(range(len(row)), key=lambda column: (row[column].microbatch, column))
             pairs.append(tuple(row[column] for column in by_microbatch))
         return tuple(pairs)
@@ -33,7 +33,7 @@ def serialised(generate: Any) -> Any:
 
 def gpipe_for_all(generate: Any) -> Any:
     """All forwards first, whatever was asked for."""
-    return lambda _name, stages, microbatches: generate("gpipe", stages, microbatches)
+    return lambda _name, stages, microbatches: generate("gpipe", stages, microbatches).rows()
 
 
 # Pipeline

@@ -17,4 +17,4 @@ def instructions(name: str, stages: int, microbatches: int) -> tuple[Row, ...]:
     """One row a stage: F, B, SEND_F, RECV_F, SEND_B, RECV_B in program order, for one global batch."""
     if name not in FAMILIES:
         raise ConfigurationError(f"schedule={name}: expected one of {', '.join(FAMILIES)}")
-    return lower(generate(name, stages, microbatches), LOWERING)
+    return lower(generate(name, stages, microbatches), LOWERING).rows()

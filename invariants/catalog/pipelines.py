@@ -5,19 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from invariants.evidence import Evidence
-from invariants.schedule.actions import Row, parse_rows
+from invariants.schedule.actions import parse_rows
 from invariants.schedule.families import FAMILIES
+from invariants.schedule.table import Schedule
 
 
-def pipelines(evidence: Evidence) -> Iterator[tuple[tuple[int, ...], tuple[Row, ...]]]:
-    """Yield the ranks along `pp` and their rows, once for each position on the other axes."""
+def pipelines(evidence: Evidence) -> Iterator[tuple[tuple[int, ...], Schedule]]:
+    """Yield the ranks along `pp` and their schedule, once for each position on the other axes."""
     if evidence.schedule is None:
         raise LookupError("section schedule was not recorded")
     topology = evidence.case.topology
     for rank in range(topology.world_size):
         peers = topology.peers("pp", rank)
         if peers[0] == rank:
-            yield peers, parse_rows([evidence.schedule[peer] for peer in peers])
+            yield peers, Schedule.of_rows(parse_rows([evidence.schedule[peer] for peer in peers]))
 
 
 def known_family(name: str) -> str | None:

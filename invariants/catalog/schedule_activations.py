@@ -26,8 +26,8 @@ def schedule_activations(evidence: Evidence) -> Iterator[Violation]:
     def bound(stage: int) -> int:
         return in_flight_bound(case.schedule, stage, stages, case.microbatches)
 
-    for ranks, rows in pipelines(evidence):
-        for stage, peak in sorted(in_flight(rows).items()):
+    for ranks, schedule in pipelines(evidence):
+        for stage, peak in sorted(in_flight(schedule).items()):
             if peak > bound(stage):
                 what = "microbatches in flight in the schedule"
                 limit = f"at most {bound(stage)}"

@@ -23,14 +23,14 @@ def schedule_bubble(evidence: Evidence) -> Iterator[Violation]:
     Exact rationals, zero latency, one stage a rank, full backward twice the forward where costs are equal.
     """
     case = evidence.case
-    for ranks, rows in pipelines(evidence):
+    for ranks, schedule in pipelines(evidence):
         stages = len(ranks)
         one, two = [Fraction(1)] * stages, [Fraction(2)] * stages
         unequal = [Fraction(1 + stage % 3) for stage in range(stages)]
         low, high = makespan(case.schedule, unequal, [2 * cost for cost in unequal], case.microbatches)
         try:
-            shares = simulate(rows, one, two).idle_share
-            observed = simulate(rows, unequal, [2 * cost for cost in unequal]).makespan
+            shares = simulate(schedule, one, two).idle_share
+            observed = simulate(schedule, unequal, [2 * cost for cost in unequal]).makespan
         except NeverEnds as error:
             yield Violation("idle share", "a schedule that ends", str(error), rank=ranks[0])
             continue

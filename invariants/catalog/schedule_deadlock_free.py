@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from invariants.catalog.pipelines import pipelines
 from invariants.evidence import Evidence, Section
 from invariants.invariant import NotApplicable, Violation, invariant
-from invariants.schedule.actions import Row, communicates
 from invariants.schedule.completeness import complete
 from invariants.schedule.lowering import lower
 from invariants.schedule.order import evaluate
+from invariants.schedule.table import Schedule
 
 
 @invariant("schedule.deadlock-free", needs=[Section.SCHEDULE])
@@ -23,13 +23,13 @@ def schedule_deadlock_free(evidence: Evidence) -> Iterator[Violation]:
     """
     case = evidence.case
     first_trained = _first_trained_stage(evidence)
-    for ranks, rows in pipelines(evidence):
-        problems = complete(rows, len(ranks), case.microbatches, first_trained)
+    for ranks, schedule in pipelines(evidence):
+        problems = complete(schedule, len(ranks), case.microbatches, first_trained)
         for problem in problems:
             yield Violation(problem, "a complete schedule", "an incomplete one", rank=ranks[0])
         if problems:
             continue
-        lowered = _lowered(evidence, rows)
+        lowered = _lowered(evidence, schedule)
         for transport in ("buffered", "blocking"):
             outcome = evaluate(lowered, transport)
             if not outcome.finished:
@@ -38,12 +38,12 @@ def schedule_deadlock_free(evidence: Evidence) -> Iterator[Violation]:
                 yield Violation(f"{transport} sends", "each receive gets its message", str(mismatch), rank=ranks[0])
 
 
-def _lowered(evidence: Evidence, rows: tuple[Row, ...]) -> tuple[Row, ...]:
-    if len(rows) == 1 or communicates(rows):
-        return rows
+def _lowered(evidence: Evidence, schedule: Schedule) -> Schedule:
+    if schedule.ranks == 1 or schedule.communicates:
+        return schedule
     if evidence.promises.lowering is None:
         raise NotApplicable("the schedule lists computation only, and the target declares no lowering")
-    return lower(rows, evidence.promises.lowering)
+    return lower(schedule, evidence.promises.lowering)
 
 
 def _first_trained_stage(evidence: Evidence) -> int:

@@ -6,11 +6,12 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from invariants.schedule.actions import Op, Row, actions_of
+from invariants.schedule.table import Schedule, as_schedule
 
 _CLOSES = (Op.BACKWARD, Op.WEIGHT_GRADIENT)
 
 
-def in_flight(rows: Sequence[Row]) -> dict[int, int]:
+def in_flight(schedule: Schedule | Sequence[Row]) -> dict[int, int]:
     """Peak number of microbatches in flight on each stage that computes, in microbatches.
 
     A microbatch is in flight from its forward to its full backward, or to its weight gradient where the backward is
@@ -18,7 +19,7 @@ def in_flight(rows: Sequence[Row]) -> dict[int, int]:
     """
     peak: dict[int, int] = {}
     held: dict[int, set[int]] = defaultdict(set)
-    for row in rows:
+    for row in as_schedule(schedule).rows():
         for cell in row:
             for action in actions_of(cell):
                 if action.op is Op.FORWARD:

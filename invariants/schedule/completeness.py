@@ -7,9 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from invariants.schedule.actions import Action, Op, Row, actions_of, communicates
+from invariants.schedule.table import Schedule, as_schedule
 
 
-def complete(rows: Sequence[Row], stages: int, microbatches: int, first_trained: int = 0) -> list[str]:
+def complete(schedule: Schedule | Sequence[Row], stages: int, microbatches: int, first_trained: int = 0) -> list[str]:
     """What is wrong with the rows, one sentence a problem; empty where nothing is.
 
     Each stage computes on one rank. Each (stage, microbatch) has one forward and one backward B, or one input gradient
@@ -19,6 +20,7 @@ def complete(rows: Sequence[Row], stages: int, microbatches: int, first_trained:
     between ranks to the data. Stages before `first_trained` hold no trained parameter: no gradient need reach them,
     though one may.
     """
+    rows = as_schedule(schedule).rows()
     places: dict[Action, list[_Place]] = defaultdict(list)
     for rank, row in enumerate(rows):
         for column, cell in enumerate(row):

@@ -13,6 +13,7 @@ from typing import Final
 
 from invariants.errors import UsageError
 from invariants.schedule.actions import Action, Op, Row
+from invariants.schedule.table import Schedule
 
 
 def gpipe(stage: int, stages: int, microbatches: int) -> Row:
@@ -45,8 +46,8 @@ FAMILIES: Final[Mapping[str, Callable[[int, int, int], Row]]] = {"gpipe": gpipe,
 """Each family by its name: (stage, stages, microbatches) to the row of that stage."""
 
 
-def generate(name: str, stages: int, microbatches: int) -> tuple[Row, ...]:
-    """Rows of the family `name`, one a stage; rank s holds stage s.
+def generate(name: str, stages: int, microbatches: int) -> Schedule:
+    """The family `name`, one stage a rank; rank s holds stage s.
 
     A family that does not exist, or a size below 1, is a `UsageError`.
     """
@@ -55,7 +56,7 @@ def generate(name: str, stages: int, microbatches: int) -> tuple[Row, ...]:
     for label, size in (("stages", stages), ("microbatches", microbatches)):
         if size < 1:
             raise UsageError(f"schedule {name}: {label}={size}: expected 1 or more")
-    return tuple(FAMILIES[name](stage, stages, microbatches) for stage in range(stages))
+    return Schedule.of_rows(FAMILIES[name](stage, stages, microbatches) for stage in range(stages))
 
 
 def _forward(stage: int, microbatch: int) -> Action:

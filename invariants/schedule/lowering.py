@@ -15,6 +15,7 @@ from typing import Final
 
 from invariants.errors import UsageError
 from invariants.schedule.actions import Action, Batch, Cell, Op, Row, placement
+from invariants.schedule.table import Schedule, as_schedule
 
 Order = Callable[[int, Action, Action], tuple[Cell, ...]]
 """(rank, send, receive that crosses it) to the cells in program order."""
@@ -53,7 +54,7 @@ LOWERINGS: Final[Mapping[str, Order]] = {
 """Each lowering by its name."""
 
 
-def lower(rows: Sequence[Row], how: str) -> tuple[Row, ...]:
+def lower(schedule: Schedule | Sequence[Row], how: str) -> Schedule:
     """Add the sends and receives to rows that hold computation only, in the order that `how` names.
 
     Stages that share a rank exchange nothing. Orders other than those of `families` are lowered by the same rules,
@@ -62,8 +63,9 @@ def lower(rows: Sequence[Row], how: str) -> tuple[Row, ...]:
     """
     if how not in LOWERINGS:
         raise UsageError(f"lowering {how!r}: expected one of {', '.join(LOWERINGS)}")
+    rows = as_schedule(schedule).rows()
     plan = _Plan(placement(rows), _positions(rows), LOWERINGS[how])
-    return tuple(_lower_row(rank, row, plan) for rank, row in enumerate(rows))
+    return Schedule.of_rows(_lower_row(rank, row, plan) for rank, row in enumerate(rows))
 
 
 @dataclass(frozen=True)

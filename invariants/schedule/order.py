@@ -15,6 +15,7 @@ from typing import Literal, get_args
 
 from invariants.errors import UsageError
 from invariants.schedule.actions import Action, Cell, Row, actions_of, placement
+from invariants.schedule.table import Schedule, as_schedule
 
 Transport = Literal["buffered", "blocking"]
 """When a send is done: at once, whatever is in flight; or when its receive has been posted (rendezvous).
@@ -40,7 +41,7 @@ class Outcome:
     last: tuple[Cell | None, ...]
 
 
-def evaluate(rows: Sequence[Row], transport: Transport) -> Outcome:
+def evaluate(schedule: Schedule | Sequence[Row], transport: Transport) -> Outcome:
     """Run the rows, one a rank, in program order.
 
     A computation takes no time and waits for nothing, so rows that hold computation only always end. A receive waits
@@ -50,6 +51,7 @@ def evaluate(rows: Sequence[Row], transport: Transport) -> Outcome:
     """
     if transport not in get_args(Transport):
         raise UsageError(f"transport {transport!r}: expected one of {', '.join(get_args(Transport))}")
+    rows = as_schedule(schedule).rows()
     pairs = _match(rows)
     needs = _needs(pairs, transport)
     reached = _run(rows, needs)

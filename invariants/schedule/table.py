@@ -186,6 +186,11 @@ class Schedule:
         return self.starts, self.op, self.stage, self.microbatch, self.joint
 
 
+def as_schedule(rows: Schedule | Iterable[Row]) -> Schedule:
+    """The schedule itself, or the one that these rows make."""
+    return rows if isinstance(rows, Schedule) else Schedule.of_rows(rows)
+
+
 def _int32(what: str, numbers: Sequence[int] | NDArray[Any]) -> NDArray[np.int32]:
     wide = np.asarray(numbers)
     if wide.dtype != np.int32 and wide.size and not (wide.min() >= NO_MICROBATCH and wide.max() <= MAX_ACTIONS):

@@ -10,6 +10,7 @@ from operator import itemgetter
 
 from invariants.errors import InvariantsError, UsageError
 from invariants.schedule.actions import Action, Op, Row, actions_of
+from invariants.schedule.table import Schedule, as_schedule
 
 
 class NeverEnds(InvariantsError):
@@ -43,7 +44,7 @@ class Timeline:
         return tuple(1 - busy / self.makespan if self.makespan else Fraction() for busy in self.busy)
 
 
-def simulate(rows: Sequence[Row], forward: Sequence[Fraction], backward: Sequence[Fraction]) -> Timeline:
+def simulate(schedule: Schedule | Sequence[Row], forward: Sequence[Fraction], backward: Sequence[Fraction]) -> Timeline:
     """Run each rank's computations in order, each as soon as the results that it needs exist.
 
     `forward` and `backward` are the times of one microbatch on each stage, B being the full backward. Sends and
@@ -54,6 +55,7 @@ def simulate(rows: Sequence[Row], forward: Sequence[Fraction], backward: Sequenc
     stages, and for split backwards (I, W), which these costs do not price.
     """
     costs = {Op.FORWARD: tuple(map(Fraction, forward)), Op.BACKWARD: tuple(map(Fraction, backward))}
+    rows = as_schedule(schedule).rows()
     programs = [[action for cell in row for action in actions_of(cell) if action.op.computes] for row in rows]
     stages = 1 + max((action.stage for program in programs for action in program), default=-1)
     _check(programs, costs, stages)

@@ -17,8 +17,8 @@ from invariants.target import Promises
 
 
 def recorded(name, stages, microbatches, how=None, dp=1, rows=None):
-    rows = generate(name, stages, microbatches) if rows is None else rows
-    rows = lower(rows, how) if how else rows
+    rows = generate(name, stages, microbatches).rows() if rows is None else rows
+    rows = lower(rows, how).rows() if how else rows
     texts = tuple(tuple(map(str, row)) for row in rows for _ in range(dp))
     case = Case(topology=Topology.of(pp=stages, dp=dp), schedule=name, microbatches=microbatches)
     return Evidence("literal", case, Promises(), schedule=texts)
@@ -55,7 +55,7 @@ def test_every_stage_sends_before_it_receives(stages, microbatches):
 @given(st.integers(2, 5), st.integers(0, 6))
 def test_gpipe_order_under_the_name_of_1f1b_holds_too_much(stages, more):
     microbatches = stages + 1 + more
-    evidence = recorded("1f1b", stages, microbatches, rows=generate("gpipe", stages, microbatches))
+    evidence = recorded("1f1b", stages, microbatches, rows=generate("gpipe", stages, microbatches).rows())
     verdict = schedule_activations.judge(evidence)
     assert verdict.status == "violated"
     assert verdict.worst.stage == stages - 1

@@ -14,7 +14,7 @@ SIZES = {"stages": st.integers(1, 12), "microbatches": st.integers(1, 24)}
 
 
 def texts(name, stages, microbatches):
-    return [" ".join(map(str, row)) for row in generate(name, stages, microbatches)]
+    return [" ".join(map(str, row)) for row in generate(name, stages, microbatches).rows()]
 
 
 def test_gpipe_literally():
@@ -46,7 +46,7 @@ def test_every_family_is_complete(name, stages, microbatches):
 
 @given(**SIZES)
 def test_1f1b_alternates_between_its_warmup_and_its_end(stages, microbatches):
-    for stage, row in enumerate(generate("1f1b", stages, microbatches)):
+    for stage, row in enumerate(generate("1f1b", stages, microbatches).rows()):
         warmup = min(microbatches, stages - stage) - 1
         ops = [cell.op for cell in row]
         steady = [Op.FORWARD, Op.BACKWARD] * (microbatches - warmup)

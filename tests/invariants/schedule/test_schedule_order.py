@@ -131,7 +131,7 @@ def right_rows(draw: st.DrawFn) -> tuple[Row, ...]:
     ranks, microbatches = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     how = draw(st.sampled_from(list(LOWERINGS)))
     if draw(st.booleans()):
-        return lower(generate(draw(st.sampled_from(list(FAMILIES))), ranks, microbatches), how)
+        return lower(generate(draw(st.sampled_from(list(FAMILIES))), ranks, microbatches), how).rows()
     stages = draw(st.integers(ranks, ranks + 1))
     progress = dict.fromkeys(range(microbatches), 0)
     rows: list[list[Action]] = [[] for _ in range(ranks)]
@@ -140,7 +140,7 @@ def right_rows(draw: st.DrawFn) -> tuple[Row, ...]:
         stage, op = (done, Op.FORWARD) if done < stages else (2 * stages - 1 - done, Op.BACKWARD)
         rows[stage % ranks].append(Action(stage, op, microbatch))
         progress[microbatch] += 1
-    return lower(tuple(map(tuple, rows)), how)
+    return lower(tuple(map(tuple, rows)), how).rows()
 
 
 @st.composite
@@ -218,7 +218,7 @@ def test_only_textbook_1f1b_deadlocks(name: str, how: str, transport: str) -> No
 
 
 def test_textbook_1f1b_names_its_cycle() -> None:
-    rows = lower(generate("1f1b", 2, 2), "textbook")
+    rows = lower(generate("1f1b", 2, 2), "textbook").rows()
     assert evaluate(rows, "blocking") == Outcome(
         finished=False,
         cycle=("rank 0 waits to send 0F1 to rank 1", "rank 1 waits to send 1B0 to rank 0"),

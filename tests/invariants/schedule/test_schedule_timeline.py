@@ -52,7 +52,7 @@ def test_laws_of_any_timeline(data, name, stages, microbatches):
             ]
         assert all(span[need].end <= here.start for need in needs if need in span)
     for rank, spans in enumerate(timeline.spans):
-        assert tuple(span.action for span in spans) == rows[rank]
+        assert tuple(span.action for span in spans) == rows.row(rank)
         assert all(before.end <= after.start for before, after in pairwise(spans))
         assert timeline.busy[rank] == microbatches * (forward[rank] + backward[rank])
     assert timeline.makespan == max(span.end for span in span.values())

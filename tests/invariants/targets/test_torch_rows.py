@@ -48,7 +48,7 @@ def test_rows_are_complete_and_end_under_every_transport(schedule, stages, more,
 def test_rows_are_those_of_the_batched_lowering(family, stages, more):
     schedule = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}[family]
     rows = pipeline(schedule, stages, stages + more, 0)
-    assert tuple(rows) == lower(generate(family, stages, stages + more), "batched")
+    assert tuple(rows) == lower(generate(family, stages, stages + more), "batched").rows()
 
 
 def test_mixed_posts_are_batched_and_others_are_not():
