@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from invariants.schedule.actions import Action, Op, parse_rows
 from invariants.schedule.completeness import complete
-from invariants.schedule.families import FAMILIES, generate
+from invariants.schedule.families import generate
 from invariants.schedule.lowering import LOWERINGS, lower
 
 
@@ -14,7 +14,7 @@ from invariants.schedule.lowering import LOWERINGS, lower
 def lowered_rows(draw, least=1):
     """(rows, stages, microbatches) of a family, lowered in some way."""
     stages, microbatches = draw(st.integers(least, 4)), draw(st.integers(1, 4))
-    rows = generate(draw(st.sampled_from(list(FAMILIES))), stages, microbatches)
+    rows = generate(draw(st.sampled_from(["gpipe", "1f1b"])), stages, microbatches)
     return lower(rows, draw(st.sampled_from(list(LOWERINGS)))).rows(), stages, microbatches
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from invariants.errors import UsageError
 from invariants.schedule.actions import Action, Op, parse_rows
-from invariants.schedule.families import FAMILIES, generate
+from invariants.schedule.families import generate
 from invariants.schedule.lowering import LOWERINGS, lower
 from invariants.schedule.timeline import NeverEnds, simulate
 
@@ -36,7 +36,9 @@ def test_thirds_stay_exact():
     assert simulate(generate("gpipe", 1, 3), [Fraction(1, 3)], [Fraction(2, 3)]).makespan == 3
 
 
-@given(data=st.data(), name=st.sampled_from(list(FAMILIES)), stages=st.integers(1, 6), microbatches=st.integers(1, 10))
+@given(
+    data=st.data(), name=st.sampled_from(["gpipe", "1f1b"]), stages=st.integers(1, 6), microbatches=st.integers(1, 10)
+)
 def test_laws_of_any_timeline(data, name, stages, microbatches):
     costs = st.lists(COST, min_size=stages, max_size=stages)
     forward, backward = data.draw(costs), data.draw(costs)

@@ -1,0 +1,72 @@
+"""Generators: the order of computation that each family of schedules prescribes, and which stages a rank holds.
+
+Schedules hold computation only, `B` being the *full* backward (input and weight gradients together), or `I` and `W` its
+halves; `lowering.lower` adds the sends and receives. With N ranks, M microbatches and v stages a rank there are vN
+stages. What each family costs in time and memory is in `formulas`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from invariants.errors import UsageError
+from invariants.schedule.families.one_for_one import gpipe, interleaved, one_forward_one_backward
+from invariants.schedule.families.v_shaped import dualpipe_v, zb_v
+from invariants.schedule.families.zero_bubble import zb_h1, zb_h2
+from invariants.schedule.table import Schedule
+
+
+@dataclass(frozen=True)
+class Family:
+    """One family: what makes it from (ranks, microbatches, stages a rank), and the sizes it exists at.
+
+    `virtual` is the number of stages a rank, None where any will do. It needs `least * ranks` microbatches, and one at
+    the least.
+    """
+
+    build: Callable[[int, int, int], Schedule]
+    virtual: int | None = 1
+    least: int = 0
+
+
+FAMILIES: Final[Mapping[str, Family]] = {
+    "gpipe": Family(gpipe),
+    "1f1b": Family(one_forward_one_backward),
+    "interleaved-1f1b": Family(interleaved, virtual=None),
+    "zb-h1": Family(zb_h1),
+    "zb-h2": Family(zb_h2),
+    "zb-v": Family(zb_v, virtual=2),
+    "dualpipe-v": Family(dualpipe_v, virtual=2, least=2),
+}
+"""Each family by its name."""
+
+
+def generate(name: str, ranks: int, microbatches: int, virtual: int = 1) -> Schedule:
+    """The family `name` on so many ranks, with `virtual` stages on each where the family leaves that open.
+
+    A family whose ranks hold two stages takes `virtual` 1 or 2, and makes the same of either. A family that does not
+    exist, and sizes at which it does not, are a `UsageError`.
+    """
+    family = checked(name, ranks, microbatches, virtual)
+    return family.build(ranks, microbatches, virtual)
+
+
+def checked(name: str, ranks: int, microbatches: int, virtual: int = 1) -> Family:
+    """The family of that name; a `UsageError` where there is none, or none of these sizes."""
+    if name not in FAMILIES:
+        raise UsageError(f"schedule {name!r}: expected one of {', '.join(FAMILIES)}")
+    for label, size in (("ranks", ranks), ("microbatches", microbatches), ("virtual", virtual)):
+        if size < 1:
+            raise UsageError(f"schedule {name}: {label}={size}: expected 1 or more")
+    family = FAMILIES[name]
+    if virtual not in (1, family.virtual or virtual):
+        raise UsageError(f"schedule {name}: virtual={virtual}: expected {family.virtual}, its number of stages a rank")
+    if microbatches < family.least * ranks:
+        least = family.least * ranks
+        raise UsageError(
+            f"schedule {name}: microbatches={microbatches} on {ranks} ranks: expected {least} or more, "
+            f"{family.least} a rank, as its authors do"
+        )
+    return family
