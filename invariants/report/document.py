@@ -8,10 +8,10 @@ import math
 import os
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from invariants.errors import UsageError
 from invariants.invariant import Verdict
@@ -24,19 +24,22 @@ VERSION = 1
 """Of the schema: changed when a key changes its meaning or goes away, not when one is added."""
 
 
-def check_writable(path: Path) -> Path:
-    """The file that `path` leads to; `UsageError` where none can be written there, so that no work is done in vain."""
+def check_writable(path: Path, option: str = "--json") -> Path:
+    """The file that `path` leads to; `UsageError` where none can be written there, so that no work is done in vain.
+
+    `option` is how the user named it.
+    """
     path = path.resolve()
     if not path.parent.is_dir():
-        raise UsageError(f"--json {path}: folder {path.parent} does not exist; make it, or name another file")
+        raise UsageError(f"{option} {path}: folder {path.parent} does not exist; make it, or name another file")
     if path.exists() and not path.is_file():
-        raise UsageError(f"--json {path}: expected the name of a file, and this is none")
+        raise UsageError(f"{option} {path}: expected the name of a file, and this is none")
     try:
         with tempfile.TemporaryFile(dir=path.parent) as file:  # what a folder's mode says is no proof
             file.write(b"{}")
     except OSError as error:
         raise UsageError(
-            f"--json {path}: folder {path.parent} cannot be written to: {error.strerror}; name a file in another one"
+            f"{option} {path}: folder {path.parent} cannot be written to: {error.strerror}; name a file in another one"
         ) from error
     return path
 
@@ -57,10 +60,17 @@ def write_last(path: Path, document: Mapping[str, Any], status: int) -> int:
 def write(path: Path, document: Mapping[str, Any]) -> None:
     """Write strict JSON, headed by the schema's version; under its name it appears whole."""
     text = json.dumps({"version": VERSION, **document}, indent=2, allow_nan=False)
+    with whole(path) as file:
+        file.write(f"{text}\n".encode())
+
+
+@contextlib.contextmanager
+def whole(path: Path) -> Iterator[BinaryIO]:
+    """A file to write bytes to, which takes its name when the context ends; where that raises, no file is left."""
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
     try:
-        with open(descriptor, "w", encoding="utf-8") as file:  # noqa: PTH123 - it has a descriptor
-            file.write(text + "\n")
+        with open(descriptor, "wb") as file:  # noqa: PTH123 - it has a descriptor
+            yield file
             file.flush()
             os.fsync(file.fileno())
         umask = os.umask(0)
