@@ -65,6 +65,10 @@ _EXCHANGES = frozenset({Op.SEND_F, Op.RECV_F, Op.SEND_B, Op.RECV_B})
 _SHARDS = frozenset({Op.UNSHARD, Op.RESHARD, Op.REDUCE_GRAD})
 _FORWARD = frozenset({Op.FORWARD, Op.SEND_F, Op.RECV_F})
 NO_MICROBATCH: Final = -1
+LARGEST: Final = 2**31 - 1
+"""Largest number of a stage or a microbatch."""
+BLANKS: Final = " \t"
+"""What may stand around a cell, and around each part of a compound one, as `str.strip` in torch's reader allows."""
 
 
 @dataclass(frozen=True, order=False)
@@ -109,17 +113,22 @@ Cell = Action | Batch | Overlap
 Row = tuple[Cell, ...]
 """What one rank does, in program order."""
 
-_ACTION = re.compile(r"(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD|F|I|W|B)(\d*)", re.ASCII)
+_ACTION = re.compile(
+    r"(0|[1-9][0-9]*)(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD|F|I|W|B)(0|[1-9][0-9]*|)"
+)
 _COMPOUND = re.compile(r"\(([^()]+)\)(BATCH|OVERLAP_F_B)")
 
 
 def parse_cell(text: str) -> Cell:
-    """Read one cell; anything but its exact text form is a `UsageError`."""
-    stripped = text.strip()
+    """Read one cell; anything but its exact text form, with blanks around it or not, is a `UsageError`.
+
+    Numbers are decimal without leading zeros, so that each cell has one text.
+    """
+    stripped = text.strip(BLANKS)
     compound = _COMPOUND.fullmatch(stripped)
     if compound is None:
         return _parse_action(stripped, text)
-    actions = tuple(_parse_action(part.strip(), text) for part in compound[1].split(";"))
+    actions = tuple(_parse_action(part.strip(BLANKS), text) for part in compound[1].split(";"))
     if compound[2] == "BATCH":
         if not all(action.op.exchanges for action in actions):
             raise UsageError(f"schedule cell {text!r}: a BATCH holds sends and receives only")
@@ -134,6 +143,9 @@ def _parse_action(part: str, text: str) -> Action:
     if match is None:
         allowed = ", ".join(op.value for op in Op)
         raise UsageError(f"schedule cell {text!r}: expected {{stage}}{{op}}{{microbatch}} with op one of {allowed}")
+    numbers = [number for number in (match[1], match[3]) if number]
+    if any(len(number) > len(str(LARGEST)) or int(number) > LARGEST for number in numbers):
+        raise UsageError(f"schedule cell {text!r}: expected numbers up to {LARGEST}")
     op = Op(match[2])
     if op.shards == bool(match[3]):
         expected = "no microbatch" if op.shards else "a microbatch"
