@@ -11,6 +11,7 @@ from fractions import Fraction
 from invariants.catalog.pipelines import known_family, pipelines
 from invariants.evidence import Evidence, Section
 from invariants.invariant import Violation, invariant
+from invariants.schedule.costs import Costs
 from invariants.schedule.formulas import idle_share, makespan
 from invariants.schedule.timeline import NeverEnds, simulate
 
@@ -25,12 +26,11 @@ def schedule_bubble(evidence: Evidence) -> Iterator[Violation]:
     case = evidence.case
     for ranks, schedule in pipelines(evidence):
         stages = len(ranks)
-        one, two = [Fraction(1)] * stages, [Fraction(2)] * stages
         unequal = [Fraction(1 + stage % 3) for stage in range(stages)]
         low, high = makespan(case.schedule, unequal, [2 * cost for cost in unequal], case.microbatches)
         try:
-            shares = simulate(schedule, one, two).idle_share
-            observed = simulate(schedule, unequal, [2 * cost for cost in unequal]).makespan
+            shares = simulate(schedule, Costs(1, 1, 1)).idle_share
+            observed = simulate(schedule, Costs(unequal, unequal, unequal)).makespan
         except NeverEnds as error:
             yield Violation("idle share", "a schedule that ends", str(error), rank=ranks[0])
             continue

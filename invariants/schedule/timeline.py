@@ -1,112 +1,158 @@
-"""When each computation runs, and how long each rank is idle: exact, at zero latency."""
+"""When each computation runs, how long each rank is idle, and what the whole is bound by: exact."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from fractions import Fraction
-from operator import itemgetter
+from functools import cached_property
+from typing import Any
 
-from invariants.errors import InvariantsError, UsageError
-from invariants.schedule.actions import Action, Op, Row, actions_of
-from invariants.schedule.table import Schedule, as_schedule
+import numpy as np
+from numpy.typing import NDArray
+
+from invariants.errors import InvariantsError
+from invariants.schedule.actions import Action, Row
+from invariants.schedule.costs import Costs, Ticks, ticks
+from invariants.schedule.simulation import run
+from invariants.schedule.survey import Survey, survey
+from invariants.schedule.table import OPS, B, F, I, Schedule, W, as_schedule
+from invariants.schedule.waves import Trace
 
 
 class NeverEnds(InvariantsError):
     """A schedule in which some computation waits for a result that never comes."""
 
 
-@dataclass(frozen=True)
-class Span:
-    """One computation in time."""
-
-    action: Action
-    start: Fraction
-    end: Fraction
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Timeline:
-    """One run of a schedule, from time 0; times have the unit of the costs, and ranks are in order."""
+    """One run of a schedule, from time 0.
 
-    makespan: Fraction
-    spans: tuple[tuple[Span, ...], ...]
+    Of the C computations, rank after rank in program order: `index` [C] (int32) in the schedule, `start` and `end` [C]
+    in ticks: int64 counts of `unit`, which is a fraction of the costs' unit; float64 where these would not fit
+    (`exact` is False). Rank r's are those from `offsets[r]` up to `offsets[r+1]` [R+1]. The parts of a compound cell
+    start and end together. Times as `Fraction` have the unit of the costs.
+    """
+
+    schedule: Schedule
+    costs: Costs
+    ticks: Ticks = field(repr=False)
+    survey: Survey = field(repr=False)
+    trace: Trace = field(repr=False)
 
     @property
+    def index(self) -> NDArray[np.int32]:
+        """Place of each computation in the schedule [C]."""
+        return self.trace.places
+
+    @property
+    def start(self) -> NDArray[Any]:
+        """Tick at which each computation starts [C]."""
+        return self.trace.start[:-1]
+
+    @property
+    def end(self) -> NDArray[Any]:
+        """Tick at which each computation is done [C]."""
+        return self.trace.end[:-1]
+
+    @property
+    def offsets(self) -> NDArray[np.int64]:
+        """First computation of each rank, and the end [R+1]."""
+        return self.survey.offsets
+
+    @property
+    def unit(self) -> Fraction:
+        """One tick in the unit of the costs."""
+        return self.ticks.unit
+
+    @property
+    def exact(self) -> bool:
+        """Whether times are whole ticks; if not they are rounded to double precision."""
+        return self.ticks.exact
+
+    def time(self, ticks: int | float | np.number[Any]) -> Fraction:
+        """A number of ticks in the unit of the costs."""
+        return Fraction(int(ticks) if self.exact else float(ticks)) * self.unit
+
+    @cached_property
+    def makespan(self) -> Fraction:
+        """Time at which the last computation is done."""
+        return self.time(self._bounds[1].max(initial=0))
+
+    @cached_property
     def busy(self) -> tuple[Fraction, ...]:
-        """Time for which each rank computes."""
-        return tuple(sum((span.end - span.start for span in spans), Fraction()) for spans in self.spans)
+        """Time for which each rank computes [R]; a compound cell counts once, and sending does not count."""
+        return tuple(map(self.time, self.trace.busy))
 
-    @property
+    @cached_property
     def idle_share(self) -> tuple[Fraction, ...]:
-        """Share of the *makespan* for which each rank does not compute; 0 where the makespan is 0."""
+        """Share of the *makespan* for which each rank does not compute [R]; 0 where the makespan is 0."""
         return tuple(1 - busy / self.makespan if self.makespan else Fraction() for busy in self.busy)
 
+    @cached_property
+    def span(self) -> tuple[Fraction, ...]:
+        """A rank's own time, from its first start to its last end [R]."""
+        first, last = self._bounds
+        return tuple(map(self.time, last - first))
 
-def simulate(schedule: Schedule | Sequence[Row], forward: Sequence[Fraction], backward: Sequence[Fraction]) -> Timeline:
-    """Run each rank's computations in order, each as soon as the results that it needs exist.
+    @cached_property
+    def own_idle(self) -> tuple[Fraction, ...]:
+        """A rank's own span less its work [R].
 
-    `forward` and `backward` are the times of one microbatch on each stage, B being the full backward. Sends and
-    receives cost nothing and order nothing: data decides. The forward of a stage needs that of the stage before, the
-    backward that of the stage after and its own forward.
+        The convention of the zero-bubble papers, arXiv:2401.10241, which count from a stage's first start to its last
+        end: where neighbouring iterations overlap, the wait before and the wait after are not lost.
+        """
+        return tuple(span - busy for span, busy in zip(self.span, self.busy, strict=True))
 
-    Raises `NeverEnds` where a result never comes, and `UsageError` for costs that are negative or do not cover the
-    stages, and for split backwards (I, W), which these costs do not price.
+    @cached_property
+    def _bounds(self) -> tuple[NDArray[Any], NDArray[Any]]:
+        """First start and last end of each rank [R], 0 where it computes nothing."""
+        filled = np.diff(self.offsets) > 0
+        first = np.where(filled, self.trace.start[self.offsets[:-1]], 0)
+        return first, np.where(filled, self.trace.end[self.offsets[1:] - 1], 0)
+
+
+def simulate(schedule: Schedule | Iterable[Row], costs: Costs | None = None) -> Timeline:
+    """Run each rank's computations in order, each as soon as the results that it needs exist; default costs are 1.
+
+    The forward of a stage needs that of the stage before; its backward B, or its input gradient I, needs its own
+    forward and the B or I of the stage after; its weight gradient W needs its own I. A compound cell of computations
+    starts when the data of all its parts exist, and its parts end together. What a rank sends goes out in the order in
+    which it was made, and costs what `costs` says; stages of one rank exchange nothing. Sends and receives in the rows
+    order nothing: data decides. Empty cells, UNSHARD, RESHARD and REDUCE_GRAD take no time. Of an action that occurs
+    twice both take time, and the first one's result is used.
+
+    Raises `NeverEnds` where a result never comes, and `UsageError` for costs that do not fit the schedule, for a stage
+    that computes on two ranks, and for a computation without stage or microbatch.
     """
-    costs = {Op.FORWARD: tuple(map(Fraction, forward)), Op.BACKWARD: tuple(map(Fraction, backward))}
-    rows = as_schedule(schedule).rows()
-    programs = [[action for cell in row for action in actions_of(cell) if action.op.computes] for row in rows]
-    stages = 1 + max((action.stage for program in programs for action in program), default=-1)
-    _check(programs, costs, stages)
-    spans: list[list[Span]] = [[] for _ in programs]
-    end: dict[Action, Fraction] = {}
-    waiting: dict[Action, list[int]] = defaultdict(list)
-    ready = list(range(len(programs)))
-    while ready:
-        rank = ready.pop()
-        done = spans[rank]
-        while len(done) < len(programs[rank]):
-            action = programs[rank][len(done)]
-            missing = next((need for need in _needs(action, stages) if need not in end), None)
-            if missing:
-                waiting[missing].append(rank)
-                break
-            start = max([done[-1].end if done else Fraction(), *(end[need] for need in _needs(action, stages))])
-            done.append(Span(action, start, start + costs[action.op][action.stage]))
-            end.setdefault(action, done[-1].end)
-            ready += waiting.pop(action, ())
-    if waiting:
-        raise NeverEnds(_explain(programs, spans, waiting))
-    return Timeline(max(end.values(), default=Fraction()), tuple(map(tuple, spans)))
+    schedule, costs = as_schedule(schedule), costs or Costs()
+    surveyed = survey(schedule)
+    times = ticks(costs, surveyed.home, surveyed.counts)
+    trace = run(schedule, surveyed, times, hold=not costs.overlap)
+    stuck = np.flatnonzero(trace.stopped < schedule.starts[1:])
+    if len(stuck):
+        raise NeverEnds(_explain(schedule, trace, int(stuck[0]), len(stuck) - 1))
+    return Timeline(schedule, costs, times, surveyed, trace)
 
 
-def _needs(action: Action, stages: int) -> Iterator[Action]:
-    if action.op is Op.BACKWARD:
-        yield Action(action.stage, Op.FORWARD, action.microbatch)
-        if action.stage < stages - 1:
-            yield Action(action.stage + 1, Op.BACKWARD, action.microbatch)
-    elif action.stage > 0:
-        yield Action(action.stage - 1, Op.FORWARD, action.microbatch)
+def _explain(schedule: Schedule, trace: Trace, rank: int, others: int) -> str:
+    for index in range(int(trace.stopped[rank]), int(schedule.starts[rank + 1])):
+        missing = _missing(schedule, trace.made, index)
+        if missing:
+            more = f"; {others} more wait" if others else ""
+            return f"schedule never ends: rank {rank} waits at {schedule.action(index)} for {missing}{more}"
+    raise AssertionError(f"rank {rank} has stopped, but lacks nothing")
 
 
-def _check(programs: Sequence[Sequence[Action]], costs: Mapping[Op, Sequence[Fraction]], stages: int) -> None:
-    for op, times in costs.items():
-        if len(times) != stages:
-            raise UsageError(f"timeline: {len(times)} costs of {op.value} for {stages} stages: expected one a stage")
-        if any(time < 0 for time in times):
-            raise UsageError(f"timeline: a cost of {op.value} is {min(times)}: expected 0 or more")
-    for program in programs:
-        for action in program:
-            if action.op not in costs:
-                raise UsageError(f"timeline: {action}: a split backward has no cost; expected F and B only")
-
-
-def _explain(
-    programs: Sequence[Sequence[Action]], spans: Sequence[Sequence[Span]], waiting: Mapping[Action, Sequence[int]]
-) -> str:
-    stuck = sorted(((rank, missing) for missing, ranks in waiting.items() for rank in ranks), key=itemgetter(0))
-    rank, missing = stuck[0]
-    here = programs[rank][len(spans[rank])]
-    others = f"; {len(stuck) - 1} more wait" if len(stuck) > 1 else ""
-    return f"schedule never ends: rank {rank} waits at {here} for {missing}{others}"
+def _missing(schedule: Schedule, made: NDArray[np.int32], index: int) -> Action | None:
+    """The result that a computation of a cell lacks; None where it lacks none."""
+    op, stage, microbatch = schedule.op[index], int(schedule.stage[index]), int(schedule.microbatch[index])
+    if op in (I, B) and made[0, stage + 1, microbatch] < 0:
+        return Action(stage, OPS[F], microbatch)
+    if op == F:
+        return Action(stage - 1, OPS[F], microbatch) if made[0, stage, microbatch] < 0 else None
+    maker = stage if op == W else stage + 1
+    if made[1, maker, microbatch] >= 0:
+        return None
+    planned = schedule.op[(schedule.stage == maker) & (schedule.microbatch == microbatch)]
+    return Action(maker, OPS[I if I in planned or (op != B and B not in planned) else B], microbatch)

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from invariants.errors import UsageError
+from invariants.schedule.costs import Costs
 from invariants.schedule.families import generate
 from invariants.schedule.formulas import idle_share, in_flight_bound, makespan
 from invariants.schedule.timeline import simulate
@@ -20,7 +21,7 @@ COST = st.fractions(0, 10, max_denominator=6)
 def test_idle_share_on_the_whole_grid(name):
     for stages, microbatches in GRID:
         forward, backward = [Fraction(2, 3)] * stages, [Fraction(1)] * stages
-        shares = simulate(generate(name, stages, microbatches), forward, backward).idle_share
+        shares = simulate(generate(name, stages, microbatches), Costs(forward, backward, 0)).idle_share
         assert (
             set(shares) == {idle_share(name, stages, microbatches)} == {Fraction(stages - 1, microbatches + stages - 1)}
         )
@@ -33,7 +34,7 @@ def test_makespan_lies_within_its_bounds(name, data, size):
     stages, microbatches = size
     forward, backward = (data.draw(st.lists(COST, min_size=stages, max_size=stages)) for _ in range(2))
     low, high = makespan(name, forward, backward, microbatches)
-    assert low <= simulate(generate(name, stages, microbatches), forward, backward).makespan <= high
+    assert low <= simulate(generate(name, stages, microbatches), Costs(forward, backward, 0)).makespan <= high
     assert low == high or name == "1f1b"
 
 
@@ -44,7 +45,7 @@ def test_1f1b_within_its_bounds_at_every_small_cost():
         for costs in product(range(5 - stages), repeat=2 * stages):
             forward, backward = (list(map(Fraction, half)) for half in (costs[:stages], costs[stages:]))
             low, high = makespan("1f1b", forward, backward, microbatches)
-            time = simulate(rows, forward, backward).makespan
+            time = simulate(rows, Costs(forward, backward, 0)).makespan
             assert low <= time <= high
             inside += low < time < high
     assert inside, "costs at which neither bound is the answer, or the test shows less than it says"

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from invariants.errors import UsageError
 from invariants.schedule.actions import Batch, Op, actions_of, parse_rows
 from invariants.schedule.completeness import complete
+from invariants.schedule.costs import Costs
 from invariants.schedule.families import generate
 from invariants.schedule.lowering import LOWERINGS, lower
 from invariants.schedule.order import evaluate
@@ -130,7 +131,8 @@ def rendezvous_makespan(rows, forward, backward):
 def test_blocking_sends_cost_no_time(name, how, data, stages, microbatches):
     rows = generate(name, stages, microbatches)
     forward, backward = (data.draw(st.lists(COST, min_size=stages, max_size=stages)) for _ in range(2))
-    assert rendezvous_makespan(lower(rows, how).rows(), forward, backward) == simulate(rows, forward, backward).makespan
+    makespan = simulate(rows, Costs(forward, backward, 0)).makespan
+    assert rendezvous_makespan(lower(rows, how).rows(), forward, backward) == makespan
 
 
 @pytest.mark.parametrize("how", LOWERINGS)

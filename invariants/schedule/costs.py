@@ -1,0 +1,222 @@
+"""What a schedule's actions cost, exactly: numbers become whole ticks of one unit, so that times can be compared."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from decimal import Decimal
+from fractions import Fraction
+from numbers import Integral
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from invariants.errors import UsageError
+from invariants.schedule.table import B, F, I, W
+
+Number = int | Fraction | Decimal | float
+PerStage = Number | Sequence[Number]
+"""One number for all stages, or one a stage."""
+PerLink = Number | Mapping[tuple[int, int], Number]
+"""One number for all links, or one for each (sending rank, receiving rank)."""
+
+FROM_FORWARD, FROM_GRADIENT = 0, 1
+"""First index of what is kept for each kind of message: a stage's output, or the gradient of its input."""
+
+_TOO_LATE: Final = 2**63
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Times in a unit of the user's choice; all are kept as exact fractions, floats as the decimal that they print.
+
+    `forward` (F), `input_gradient` (I) and `weight_gradient` (W) are times of one microbatch on a stage; a full
+    backward (B) takes I + W. `overlapped` is the time of a compound cell of two or more computations, by the stage of
+    its first one; None: the sum of its parts.
+
+    A message from one rank to another arrives `latency` + `message_bytes` / `bandwidth` after it is sent; messages of
+    one link (an ordered pair of ranks) share its bandwidth one after another. `message_bytes` is the output of each
+    stage for one microbatch, and the gradient that comes back for it; `bandwidth` is in bytes a unit of time, None:
+    unlimited. With `overlap` a rank computes while it sends; without, it computes nothing while its message occupies
+    the link (bytes / bandwidth, not the latency), as if it sent in the stream that computes; the receiver is free.
+
+    `activation_bytes` is what one microbatch in flight holds on a stage, in whole bytes; None: not known.
+
+    A number that is negative, not finite or no number, a bandwidth of 0, and a bandwidth without `message_bytes` or the
+    other way round, are each a `UsageError`.
+    """
+
+    forward: PerStage = 1
+    input_gradient: PerStage = 1
+    weight_gradient: PerStage = 1
+    overlapped: PerStage | None = None
+    activation_bytes: PerStage | None = None
+    latency: PerLink = 0
+    bandwidth: PerLink | None = None
+    message_bytes: PerStage | None = None
+    overlap: bool = True
+
+    def __post_init__(self) -> None:
+        if (self.bandwidth is None) != (self.message_bytes is None):
+            lone, other = ("message_bytes", "bandwidth") if self.bandwidth is None else ("bandwidth", "message_bytes")
+            raise UsageError(f"costs: {lone} without {other}: expected both or neither")
+        for name in ("forward", "input_gradient", "weight_gradient", "overlapped", "activation_bytes", "message_bytes"):
+            if (value := getattr(self, name)) is not None:
+                object.__setattr__(self, name, _per_stage(name, value))
+        for name in ("latency", "bandwidth"):
+            if (value := getattr(self, name)) is not None:
+                object.__setattr__(self, name, _per_link(name, value))
+        if self.activation_bytes is not None:
+            for size in _entries(self.activation_bytes):
+                if Fraction(size).denominator != 1:
+                    raise UsageError(f"costs: activation_bytes={size}: expected whole bytes")
+
+    def bytes_of(self, stages: int) -> NDArray[np.int64] | None:
+        """`activation_bytes` of each stage [S]; None where they are not known."""
+        if self.activation_bytes is None:
+            return None
+        sizes = _column("activation_bytes", self.activation_bytes, stages)
+        return np.full(stages, [int(size) for size in sizes], np.int64)
+
+
+@dataclass(frozen=True)
+class Ticks:
+    """Costs of one schedule of S stages, as numbers to compute with.
+
+    `took` [4, S] by the operation's code (F, I, W, B), `pair` [S] of a compound cell, -1 for the sum of its parts. Of
+    the message that a stage sends [2, S], by kind: `link`, a number for its ordered pair of ranks, -1 where there is no
+    message or it costs nothing; `transfer`, for which it occupies the link; `latency`. `links` are the pairs of ranks.
+    All are int64 counts of `unit`, or, where these would not fit (`exact` is False), float64 and a unit of 1.
+    """
+
+    unit: Fraction
+    exact: bool
+    took: NDArray[Any]
+    pair: NDArray[Any]
+    link: NDArray[np.int32]
+    transfer: NDArray[Any]
+    latency: NDArray[Any]
+    links: tuple[tuple[int, int], ...]
+
+
+def ticks(costs: Costs, home: NDArray[np.int32], count: NDArray[np.int64]) -> Ticks:
+    """Price a schedule: `home` [S] is the rank of each stage, `count` [4, S] how often each operation occurs on it.
+
+    Costs per stage or per link that do not fit the schedule are a `UsageError`.
+    """
+    stages = len(home)
+    forward = _column("forward", costs.forward, stages)
+    inputs = _column("input_gradient", costs.input_gradient, stages)
+    weights = _column("weight_gradient", costs.weight_gradient, stages)
+    pair = () if costs.overlapped is None else _column("overlapped", costs.overlapped, stages)
+    link, links, transfer, latency = _messages(costs, home, count)
+    columns = {F: forward, I: inputs, W: weights, B: _sums(inputs, weights)}
+    priced = (*columns.values(), pair, transfer, latency)
+    parts = math.lcm(*{number.denominator for column in priced for number in column})
+    longest = sum(max(column, default=Fraction()) for column in priced)
+    exact = longest * parts * int(count.sum()) < _TOO_LATE
+
+    def filled(column: Iterable[Fraction], size: int, default: int = 0) -> NDArray[Any]:
+        numbers: list[Any]
+        if exact:
+            numbers = [number.numerator * (parts // number.denominator) for number in column]
+        else:
+            numbers = [float(number) for number in column]
+        return np.full(size, numbers or default, np.int64 if exact else np.float64)
+
+    return Ticks(
+        unit=Fraction(1, parts) if exact else Fraction(1),
+        exact=exact,
+        took=np.stack([filled(columns[op], stages) for op in sorted(columns)]),
+        pair=filled(pair, stages, -1),
+        link=link,
+        transfer=filled(transfer, 2 * stages).reshape(2, stages),
+        latency=filled(latency, 2 * stages).reshape(2, stages),
+        links=links,
+    )
+
+
+def _messages(
+    costs: Costs, home: NDArray[np.int32], count: NDArray[np.int64]
+) -> tuple[NDArray[np.int32], tuple[tuple[int, int], ...], tuple[Fraction, ...], tuple[Fraction, ...]]:
+    """Link of each message [2, S], the links, and for each message the transfer and the latency; () where all are 0."""
+    stages = len(home)
+    link = np.full((2, stages), -1, np.int32)
+    if costs.bandwidth is None and costs.latency == 0:
+        return link, (), (), ()
+    sizes = None if costs.message_bytes is None else _column("message_bytes", costs.message_bytes, stages)
+    links: dict[tuple[int, int], int] = {}
+    transfer, latency = [Fraction()] * (2 * stages), [Fraction()] * (2 * stages)
+    backward = count[I] + count[B]
+    for kind, step, needs in ((FROM_FORWARD, 1, count[F]), (FROM_GRADIENT, -1, backward)):
+        for stage in range(stages):
+            to = stage + step
+            if not 0 <= to < stages or not needs[to] or home[stage] in (-1, home[to]):
+                continue
+            pair = int(home[stage]), int(home[to])
+            link[kind, stage] = links.setdefault(pair, len(links))
+            latency[kind * stages + stage] = _of_link("latency", costs.latency, pair)
+            if sizes is not None and costs.bandwidth is not None:
+                size = sizes[min(stage, to) if len(sizes) > 1 else 0]
+                transfer[kind * stages + stage] = size / _of_link("bandwidth", costs.bandwidth, pair)
+    return link, tuple(links), tuple(transfer), tuple(latency)
+
+
+def _sums(one: tuple[Fraction, ...], other: tuple[Fraction, ...]) -> tuple[Fraction, ...]:
+    size = max(len(one), len(other)) if one and other else 0
+    return tuple(one[i % len(one)] + other[i % len(other)] for i in range(size))
+
+
+def _per_stage(name: str, value: Any) -> Fraction | tuple[Fraction, ...]:
+    if isinstance(value, Sequence | np.ndarray) and not isinstance(value, str):
+        return tuple(exact_number(name, number) for number in value)
+    return exact_number(name, value)
+
+
+def _per_link(name: str, value: Any) -> Fraction | dict[tuple[int, int], Fraction]:
+    several = isinstance(value, Mapping)
+    numbers = {link: exact_number(name, number) for link, number in (value if several else {(0, 0): value}).items()}
+    if name == "bandwidth" and 0 in numbers.values():
+        raise UsageError("costs: bandwidth=0: expected more than 0 bytes a unit of time")
+    return numbers if several else numbers[0, 0]
+
+
+def exact_number(name: str, value: Any) -> Fraction:
+    """A cost as a fraction; `name` is for the `UsageError` about one that is negative, not finite or no number."""
+    try:
+        if isinstance(value, Fraction):
+            number = value
+        elif isinstance(value, Integral):
+            number = Fraction(int(value))
+        elif isinstance(value, Decimal):
+            number = Fraction(value)
+        else:
+            number = Fraction(repr(float(value)))
+    except (TypeError, ValueError, OverflowError):
+        raise UsageError(f"costs: {name}={value!r}: expected a finite number") from None
+    if number < 0:
+        raise UsageError(f"costs: {name}={value}: expected 0 or more")
+    return number
+
+
+def _entries(value: PerStage) -> Sequence[Number]:
+    return value if isinstance(value, Sequence) else (value,)
+
+
+def _column(name: str, value: PerStage, stages: int) -> tuple[Fraction, ...]:
+    """One number for all stages, as a tuple of length 1, or one a stage."""
+    if not isinstance(value, Sequence):
+        return (exact_number(name, value),)
+    if len(value) != stages:
+        raise UsageError(f"costs: {name}: {len(value)} numbers for {stages} stages: expected one a stage, or one")
+    return tuple(exact_number(name, number) for number in value)
+
+
+def _of_link(name: str, value: PerLink, link: tuple[int, int]) -> Fraction:
+    if not isinstance(value, Mapping):
+        return exact_number(name, value)
+    if link not in value:
+        raise UsageError(f"costs: {name} of link {link[0]}->{link[1]} is missing: expected one for each link in use")
+    return exact_number(name, value[link])
