@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from invariants.schedule.table import ALONE, OPS, B, F, I, Schedule, W
+from invariants.schedule.table import ALONE, OPS, B, F, I, W
 
 if TYPE_CHECKING:
     from invariants.schedule.timeline import Timeline
@@ -28,10 +28,12 @@ MEANING: Final = {F: "forward", I: "input gradient", W: "weight gradient", B: "f
 class Chart:
     """One run of a schedule: all of its computations [C], rank after rank, each rank's in program order.
 
-    `rank`, `op` (codes of `table.OPS`), `stage` and `microbatch`; `chunk`, which of its rank's stages it is, counted
-    from 0; `joint`, whether it overlaps with another one; `start` and `end` in the unit of the costs.
+    `name` is short, `title` says more. `rank`, `op` (codes of `table.OPS`), `stage` and `microbatch`; `chunk`, which of
+    its rank's stages it is, counted from 0; `joint`, whether it overlaps with another one; `start` and `end` in the
+    unit of the costs. `weight` is what a microbatch in flight on one stage counts.
     """
 
+    name: str
     title: str
     ranks: int
     makespan: float
@@ -43,13 +45,15 @@ class Chart:
     joint: NDArray[np.bool_]
     start: Floats
     end: Floats
+    weight: float = 1.0
 
     @classmethod
-    def of(cls, title: str, schedule: Schedule, timeline: Timeline) -> Chart:
-        """The chart of a schedule's timeline."""
-        at, unit = timeline.index, float(timeline.unit)
+    def of(cls, name: str, title: str, timeline: Timeline, weight: float = 1.0) -> Chart:
+        """The chart of a timeline."""
+        schedule, at, unit = timeline.schedule, timeline.index, float(timeline.unit)
         rank, stage = schedule.rank[at], schedule.stage[at]
         return cls(
+            name,
             title,
             schedule.ranks,
             float(timeline.makespan),
@@ -61,6 +65,7 @@ class Chart:
             schedule.joint[at] != ALONE,
             timeline.start * unit,
             timeline.end * unit,
+            weight,
         )
 
     def of_rank(self, rank: int) -> slice:
@@ -86,11 +91,11 @@ class Chart:
         """Those of `KINDS` that occur."""
         return tuple(kind for kind in KINDS if (self.op == kind).any())
 
-    def held(self, rank: int) -> tuple[Floats, NDArray[np.int64]]:
+    def held(self, rank: int) -> tuple[Floats, Floats]:
         """Times at which a rank begins or ceases to hold the activations of a microbatch, and how many it then holds.
 
-        Each (stage, microbatch) counts one, from the start of its forward to the end of its full backward, or of its
-        weight gradient. Where some are let go and others begun at one time, it is what the rank holds then.
+        Each (stage, microbatch) counts `weight`, from the start of its forward to the end of its full backward, or of
+        its weight gradient. Where some are let go and others begun at one time, it is what the rank holds then.
         """
         where = self.of_rank(rank)
         op = self.op[where]
@@ -100,7 +105,7 @@ class Chart:
         order = np.argsort(times, kind="stable")  # what ends and what starts at one time stay in program order
         times, held = times[order], np.cumsum(change[order])
         last = np.append(np.diff(times) > 0, True)[: len(times)]
-        return times[last], held[last]
+        return times[last], held[last] * self.weight
 
     def coverage(self, edges: Floats) -> Iterator[NDArray[np.float64]]:
         """For each rank, which share of each column of time each kind fills [4, columns], in the order of `KINDS`.
@@ -131,7 +136,8 @@ def _chunks(ranks: int, rank: NDArray[Any], stage: NDArray[Any]) -> NDArray[np.i
     present = np.unique(rank.astype(np.int64) * stages + stage)
     first = np.searchsorted(present, np.arange(ranks) * stages)
     place = np.searchsorted(present, rank.astype(np.int64) * stages + stage)
-    return (place - first[rank]).astype(np.int32)
+    chunk: NDArray[np.int32] = (place - first[rank]).astype(np.int32)
+    return chunk
 
 
 def picked(ranks: int, most: int) -> list[int]:

@@ -23,17 +23,19 @@ LATER: Final = {F: "#3f6ea6", I: "#3f9470", W: "#b98718", B: "#2f7d57"}
 """Of a rank's second stage and those after it."""
 IDLE_COLOUR: Final = "#f8dcdc"
 
-WIDTH_IN: Final = (15.0, 26.0)
-"""Least and greatest width of a picture, which is as wide as its numbers need."""
+WIDTH_IN: Final = 15.0
 MARGIN_IN: Final = 0.9
 ROW_IN: Final = 0.32
 RANKS_IN: Final = (0.7, 7.0)
 MEMORY_IN: Final = 1.8
-FONT_PT: Final = 7.5
-DIGIT_PT: Final = 0.65 * FONT_PT
+NUMBER_PT: Final = (3.5, 8.0)
+"""Least and greatest size of the numbers in boxes."""
 NARROWEST_PT: Final = 1.5
 """Width of a computation below which each column of the picture has the mean colour of what happens in it."""
 DPI: Final = 120
+FINE_DPI: Final = 240
+"""Of a picture with small numbers."""
+SMALL_PT: Final = 6.0
 CURVES: Final = 6
 """Ranks whose memory is drawn; of more, each k-th and the last."""
 
@@ -58,33 +60,41 @@ def write_picture(file: IO[Any], form: str, charts: Sequence[Chart], window: Win
     page = _Page.of(charts, window or (0.0, max(chart.makespan for chart in charts) or 1.0))
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "invariants", "font.size": 9}):
         figure = _figure(page)
-        figure.savefig(file, format=form, dpi=DPI, metadata={"Date": None} if form == "svg" else None)
+        figure.savefig(file, format=form, dpi=page.dpi, metadata={"Date": None} if form == "svg" else None)
 
 
 @dataclass(frozen=True)
 class _Page:
-    """What is drawn: `shown` are the computations of each chart within the window, `width` is in inches."""
+    """What is drawn: of each chart the computations within the window, and the size of its numbers, 0 for none."""
 
     charts: Sequence[Chart]
     window: Window
     shown: Sequence[NDArray[np.intp]]
-    width: float
+    numbers: Sequence[float]
 
     @classmethod
     def of(cls, charts: Sequence[Chart], window: Window) -> _Page:
         shown = [chart.within(window) for chart in charts]
-        digits = len(
-            str(max((int(chart.microbatch[at].max(initial=0)) for chart, at in zip(charts, shown, strict=True))))
-        )
-        shortest = min(chart.shortest(at) for chart, at in zip(charts, shown, strict=True))
-        least, most = WIDTH_IN
-        wanted = MARGIN_IN + (digits * DIGIT_PT + 2) * (window[1] - window[0]) / shortest / 72
-        return cls(charts, window, shown, max(wanted, least) if wanted <= most else least)
+        numbers = [_number_pt(chart, at, window) for chart, at in zip(charts, shown, strict=True)]
+        return cls(charts, window, shown, numbers)
 
     @property
-    def point(self) -> float:
-        """Points (1/72 inch) in a unit of time."""
-        return (self.width - MARGIN_IN) * 72 / (self.window[1] - self.window[0])
+    def dpi(self) -> int:
+        return FINE_DPI if any(0 < size < SMALL_PT for size in self.numbers) else DPI
+
+
+def _point(window: Window) -> float:
+    """Points (1/72 inch) in a unit of time."""
+    return (WIDTH_IN - MARGIN_IN) * 72 / (window[1] - window[0])
+
+
+def _number_pt(chart: Chart, shown: NDArray[np.intp], window: Window) -> float:
+    """Size at which each number fits into its box, by width and by height; 0 where it would be too small."""
+    digits = len(str(chart.microbatch[shown].max(initial=0)))
+    wide = (chart.shortest(shown) * _point(window) - 0.8) / (0.62 * digits)
+    high = min(ROW_IN, RANKS_IN[1] / chart.ranks) * 72 * (0.4 if chart.joint.any() else 0.8)
+    size = min(wide, high, NUMBER_PT[1])
+    return size if size >= NUMBER_PT[0] else 0
 
 
 def _figure(page: _Page) -> Figure:
@@ -92,10 +102,10 @@ def _figure(page: _Page) -> Figure:
 
     heights = [min(max(ROW_IN * chart.ranks, RANKS_IN[0]), RANKS_IN[1]) for chart in page.charts]
     heights.append(MEMORY_IN)
-    figure = Figure(figsize=(page.width, sum(heights) + 0.9 + 0.35 * len(heights)), layout="constrained")
+    figure = Figure(figsize=(WIDTH_IN, sum(heights) + 0.9 + 0.35 * len(heights)), layout="constrained")
     axes = figure.subplots(len(heights), 1, sharex=True, height_ratios=heights, squeeze=False)[:, 0]
-    for chart, shown, axis in zip(page.charts, page.shown, axes, strict=False):
-        _draw(axis, chart, shown, page)
+    for number, axis in enumerate(axes[:-1]):
+        _draw(axis, page, number)
     _draw_memory(axes[-1], page.charts)
     axes[-1].set_xlim(page.window)
     axes[-1].set_xlabel("time, in the unit of the costs")
@@ -103,20 +113,21 @@ def _figure(page: _Page) -> Figure:
     return figure
 
 
-def _draw(axis: Axes, chart: Chart, shown: NDArray[np.intp], page: _Page) -> None:
+def _draw(axis: Axes, page: _Page, number: int) -> None:
     """Ranks from top to bottom, each computation a box; what no box covers up to the makespan is idle."""
+    chart, shown = page.charts[number], page.shown[number]
     axis.set_title(chart.title, loc="left", fontweight="bold", fontsize=10)
     axis.set_ylim(chart.ranks - 0.5, -0.5)
     ticks = picked(chart.ranks, 16)
     axis.set_yticks(ticks, [f"rank {rank}" for rank in ticks])
     axis.tick_params(axis="y", length=0)
-    if chart.shortest(shown) * page.point < NARROWEST_PT:
+    if chart.shortest(shown) * _point(page.window) < NARROWEST_PT:
         _draw_columns(axis, chart, page)
         return
     axis.barh(range(chart.ranks), chart.makespan, height=0.92, color=IDLE_COLOUR)
     _draw_boxes(axis, chart, shown)
-    if min(ROW_IN, RANKS_IN[1] / chart.ranks) * 72 > FONT_PT * (2 if chart.joint.any() else 1):
-        _draw_numbers(axis, chart, shown, page.point)
+    if page.numbers[number]:
+        _draw_numbers(axis, chart, shown, page.numbers[number])
 
 
 def _draw_boxes(axis: Axes, chart: Chart, shown: NDArray[np.intp]) -> None:
@@ -139,22 +150,14 @@ def _extent(chart: Chart) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     return top, np.where(chart.joint & forward, chart.rank, chart.rank + 0.46)
 
 
-def _draw_numbers(axis: Axes, chart: Chart, shown: NDArray[np.intp], point: float) -> None:
-    """The microbatch in each box that is wide enough for it."""
+def _draw_numbers(axis: Axes, chart: Chart, shown: NDArray[np.intp], size: float) -> None:
+    """The microbatch in each box."""
     top, bottom = _extent(chart)
     for index in shown.tolist():
-        name = str(chart.microbatch[index])
-        if (chart.end[index] - chart.start[index]) * point > DIGIT_PT * len(name) + 1:
-            axis.text(
-                (chart.start[index] + chart.end[index]) / 2,
-                (top[index] + bottom[index]) / 2,
-                name,
-                ha="center",
-                va="center_baseline",
-                size=FONT_PT,
-                color="white" if chart.chunk[index] else "black",
-                clip_on=True,
-            )
+        x, y = (chart.start[index] + chart.end[index]) / 2, (top[index] + bottom[index]) / 2
+        colour = "white" if chart.chunk[index] else "black"
+        look = {"ha": "center", "va": "center_baseline", "size": size, "color": colour, "clip_on": True}
+        axis.text(x, y, str(chart.microbatch[index]), **look)
 
 
 def _draw_columns(axis: Axes, chart: Chart, page: _Page) -> None:
@@ -162,7 +165,7 @@ def _draw_columns(axis: Axes, chart: Chart, page: _Page) -> None:
     from matplotlib.colors import to_rgb
 
     kinds, idle = np.array([to_rgb(COLOURS[kind]) for kind in KINDS]), np.array(to_rgb(IDLE_COLOUR))
-    edges = np.linspace(*page.window, int(page.width * DPI) + 1)
+    edges = np.linspace(*page.window, int(WIDTH_IN * DPI) + 1)
     image = np.empty((chart.ranks, len(edges) - 1, 3))
     for rank, shares in enumerate(chart.coverage(edges)):
         total = shares.sum(axis=0)
@@ -174,14 +177,14 @@ def _draw_columns(axis: Axes, chart: Chart, page: _Page) -> None:
 
 def _draw_memory(axis: Axes, charts: Sequence[Chart]) -> None:
     """What ranks hold over time: of one chart all ranks or some, of several the rank that holds most."""
-    highest = 0
+    highest = 0.0
     for number, (chart, rank) in enumerate(_curves(charts)):
         times, held = chart.held(rank)
-        peak = int(held.max(initial=0))
+        peak = float(held.max(initial=0))
         highest = max(highest, peak)
-        label = f"rank {rank}" if len(charts) == 1 else f"{chart.title.split(':')[0]}, rank {rank}"
+        label = f"rank {rank}" if len(charts) == 1 else f"{chart.name}, rank {rank}"
         times, held = np.r_[0, times, chart.makespan], np.r_[0, held, 0]
-        axis.step(times, held, where="post", label=f"{label}: {peak}", color=f"C{number}", linewidth=1.4)
+        axis.step(times, held, where="post", label=f"{label}: {peak:g}", color=f"C{number}", linewidth=1.4)
     axis.set_title("microbatches in flight, and the most of each rank", loc="left", fontsize=10)
     axis.set_ylim(0, highest * 1.3 + 0.5)
     axis.locator_params(axis="y", integer=True)
@@ -194,7 +197,8 @@ def _curves(charts: Sequence[Chart]) -> Iterator[tuple[Chart, int]]:
         yield from ((charts[0], rank) for rank in picked(charts[0].ranks, CURVES))
         return
     for chart in charts:
-        yield chart, max(range(chart.ranks), key=lambda rank, chart=chart: int(chart.held(rank)[1].max(initial=0)))
+        peaks = [chart.held(rank)[1].max(initial=0) for rank in range(chart.ranks)]
+        yield chart, peaks.index(max(peaks))
 
 
 def _legend(figure: Figure, page: _Page) -> None:

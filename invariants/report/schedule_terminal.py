@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Final
 
@@ -15,6 +16,7 @@ LINES: Final = 32
 """Most ranks that are drawn; of more, each k-th and the last."""
 NARROW: Final = 20
 """Columns of time below which nothing can be told apart, whatever the width of the terminal."""
+BANDS: Final = 4
 IDLE, FILL, BOTH = ".", "-", "X"
 
 _COLOURS: Final = {
@@ -31,25 +33,45 @@ def timeline_text(chart: Chart, width: int, window: Window | None = None) -> Tex
     """The chart in `width` columns, from time `window[0]` to `window[1]` in the unit of the costs; all without one.
 
     Where each computation gets a column or more, it is drawn by itself: its letter, its microbatch where that fits, and
-    dashes to its end. Else each column shows what fills most of it.
+    dashes to its end; for that, time may go on below in up to `BANDS` bands. Else each column shows what fills most of
+    it.
     """
-    begin, end = window or (0.0, chart.makespan)
+    begin, end = window or (0.0, chart.makespan or 1.0)
     shown = picked(chart.ranks, LINES)
-    label = len(f"rank {chart.ranks - 1}")
-    columns, edges = _edges(begin, end, max(NARROW, width - label - 1))
-    apart = chart.shortest(chart.within((begin, end))) >= (1 - 1e-9) * (end - begin) / columns
-    lines = _cells(chart, shown, edges) if apart else _columns(chart, shown, edges)
-    text = Text(f"{chart.title}, time {begin:g} to {end:g}, {(end - begin) / columns:.3g} a column\n")
-    for rank, line in zip(shown, lines, strict=True):
-        text.append(f"rank {rank}".ljust(label + 1)).append_text(line).append("\n")
+    room = max(NARROW, width - len(f"rank {chart.ranks - 1} "))
+    narrow = (end - begin) / room / chart.shortest(chart.within((begin, end)))
+    apart = narrow <= BANDS * (1 + 1e-9)
+    bands = max(1, math.ceil(narrow * (1 - 1e-9))) if apart else 1
+    text = Text(f"{chart.title}\n", no_wrap=True)
+    for band in _bands(begin, end, bands):
+        text.append_text(_band(chart, shown, _edges(*band, room), apart))
     return text.append(_legend(chart, len(shown), apart))
 
 
-def _edges(begin: float, end: float, room: int) -> tuple[int, Floats]:
-    """Number of columns, and the times between them: a whole number of columns a unit of time, where there is room."""
+def _bands(begin: float, end: float, bands: int) -> Iterator[Window]:
+    length = (end - begin) / bands
+    if bands > 1:
+        length = math.ceil(length * (1 - 1e-9))
+    for number in range(bands):
+        yield begin + number * length, min(begin + (number + 1) * length, end)
+
+
+def _band(chart: Chart, shown: list[int], edges: Floats, apart: bool) -> Text:
+    """One line a rank, for one part of time."""
+    label = len(f"rank {chart.ranks - 1} ")
+    columns = len(edges) - 1
+    text = Text(f"time {edges[0]:g} to {edges[-1]:g}, {(edges[-1] - edges[0]) / columns:.3g} a column\n")
+    lines = _cells(chart, shown, edges) if apart else _columns(chart, shown, edges)
+    for rank, line in zip(shown, lines, strict=True):
+        text.append(f"rank {rank}".ljust(label)).append_text(line).append("\n")
+    return text
+
+
+def _edges(begin: float, end: float, room: int) -> Floats:
+    """Times between the columns: a whole number of columns a unit of time, where there is room."""
     length = end - begin
     columns = int(length) * (room // int(length)) if length == int(length) and 0 < length <= room else room
-    return columns, np.linspace(begin, end, columns + 1)
+    return np.linspace(begin, end, columns + 1)
 
 
 def _cells(chart: Chart, shown: list[int], edges: Floats) -> Iterator[Text]:
