@@ -1,122 +1,280 @@
 """Lowering: computation in, the same order with sends and receives out.
 
-A message between stages on different ranks is received right before the computation that needs it, and sent right after
-the computation that made it. What is left to choose is the order of a send and a receive that fall between the same two
-computations and *cross*: they go to and come from one peer, and the peer makes what we wait for before it needs what we
-send. If both sides send first and sends are rendezvous, both wait for ever. GPipe has no crossing, so all lowerings of
-it are the same, and free of deadlock. In 1F1B the steady pairs cross.
+A message between stages on different ranks is sent right after the computation that made it, and received right before
+the one that needs it. What is left to choose is the order of a send and a receive that fall between the same two
+computations and *cross*: they go to and come from one peer, and the peer makes what we wait for before it needs what
+we send. If both sides send first and sends are rendezvous, both wait for ever. GPipe has no crossing, so these
+lowerings of it are the same, and free of deadlock. In 1F1B the steady pairs cross.
+
+Families whose ranks hold several stages cross in more ways than two neighbours do. `in-order` is free of deadlock for
+all of them: it receives a message as soon as it has been made.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Final
+from collections.abc import Iterator, Sequence
+from itertools import product
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
 
 from invariants.errors import UsageError
-from invariants.schedule.actions import Action, Batch, Cell, Op, Row, placement
-from invariants.schedule.table import Schedule, as_schedule
+from invariants.schedule.actions import Row
+from invariants.schedule.compiled import available, loop
+from invariants.schedule.table import (
+    FIRST,
+    NEXT,
+    RECV_B,
+    RECV_F,
+    SEND_B,
+    SEND_F,
+    B,
+    F,
+    I,
+    Schedule,
+    as_schedule,
+)
+from invariants.schedule.timeline import NeverEnds, Timeline, simulate
 
-Order = Callable[[int, Action, Action], tuple[Cell, ...]]
-"""(rank, send, receive that crosses it) to the cells in program order."""
-
-
-def textbook(_rank: int, send: Action, receive: Action) -> tuple[Cell, ...]:
-    """Send first. Where two neighbours cross, both wait under rendezvous sends: 1F1B deadlocks for all N, M >= 2."""
-    return send, receive
-
-
-def receive_first(_rank: int, send: Action, receive: Action) -> tuple[Cell, ...]:
-    """Receive the gradient before sending the activation, and send the gradient before receiving the activation.
-
-    The next stage computes the gradient first anyway, so the activation comes no later than it is needed: free of
-    deadlock under rendezvous sends, at the same makespan.
-    """
-    return (receive, send) if send.op is Op.SEND_F else (send, receive)
-
-
-def even_first(rank: int, send: Action, receive: Action) -> tuple[Cell, ...]:
-    """Even ranks send first, odd ranks receive first; needs neighbouring stages on ranks of different parity."""
-    return (receive, send) if rank % 2 else (send, receive)
-
-
-def batched(_rank: int, send: Action, receive: Action) -> tuple[Cell, ...]:
-    """Post both together and wait for both: what `Schedule1F1B` of torch 2.13 does, which asks for M >= N."""
-    return (Batch((send, receive)),)
-
-
-LOWERINGS: Final[Mapping[str, Order]] = {
-    "receive-first": receive_first,
-    "textbook": textbook,
-    "even-first": even_first,
-    "batched": batched,
+LOWERINGS: Final = {
+    "receive-first": (
+        "Where they cross, receive the gradient before sending the activation, and send the gradient before receiving "
+        "the activation. The next stage computes the gradient first anyway, so the activation comes no later than it "
+        "is needed: 1F1B ends under rendezvous sends, at the same makespan."
+    ),
+    "textbook": "Send first. Where two neighbours cross, both wait: 1F1B never ends under rendezvous sends, N, M >= 2.",
+    "even-first": "Even ranks send first, odd ranks receive first; needs neighbouring stages on ranks of other parity.",
+    "batched": (
+        "Post both together and wait for both: what `Schedule1F1B` of torch 2.13 does, which asks for M >= N. Sends "
+        "alone, or receives alone, are posted one by one, as torch does since pytorch PR 175712."
+    ),
+    "in-order": (
+        "All ranks post their messages in one common order: by the time at which they are made, with F = I = W = 1 and "
+        "no latency. The earliest message that is not through has nothing before it on either side, so every transport "
+        "gets through, for every schedule whose computations end. With rendezvous sends it may take longer than needed."
+    ),
 }
-"""Each lowering by its name."""
+"""What each lowering does, by its name."""
+
+
+_RULES: Final = ("textbook", "receive-first", "even-first")
+"""Lowerings that a compiled loop knows, by their numbers there."""
 
 
 def lower(schedule: Schedule | Sequence[Row], how: str) -> Schedule:
-    """Add the sends and receives to rows that hold computation only, in the order that `how` names.
+    """Add the sends and receives to a schedule that holds computation only, in the order that `how` names.
 
-    Stages that share a rank exchange nothing. Orders other than those of `families` are lowered by the same rules,
-    without a promise that they end: `order.evaluate` decides. A lowering that does not exist, rows that communicate
-    already, and a stage on two ranks are each a `UsageError`.
+    Stages that share a rank exchange nothing. Whether what comes out ends, `order.evaluate` decides: only `in-order`
+    promises it. A lowering that does not exist, a schedule that communicates already or that has a stage on two ranks,
+    and, for `in-order`, one whose computations never end, are each a `UsageError`.
     """
     if how not in LOWERINGS:
         raise UsageError(f"lowering {how!r}: expected one of {', '.join(LOWERINGS)}")
-    rows = as_schedule(schedule).rows()
-    plan = _Plan(placement(rows), _positions(rows), LOWERINGS[how])
-    return Schedule.of_rows(_lower_row(rank, row, plan) for rank, row in enumerate(rows))
+    table = as_schedule(schedule)
+    if table.communicates:
+        index = int(np.flatnonzero(table.exchanges)[0])
+        place = f"rank {table.place(index)[0]}, column {table.column(index)}"
+        raise UsageError(f"schedule: {table.action(index)} at {place}: expected computation only to lower")
+    if available() and not table.joint.any() and how in _RULES:
+        columns = table.starts, table.op, table.stage, table.microbatch
+        return Schedule.of_arrays(*_between_loop(*columns, table.placement, table.makers, _RULES.index(how)))
+    asked = _exchanges(table)
+    if how == "in-order":
+        return _in_order(table, *asked)
+    return _between(table, *asked, how)
 
 
-@dataclass(frozen=True)
-class _Plan:
-    ranks: Mapping[int, int]
-    positions: Mapping[tuple[int, bool, int], int]
-    order: Order
+def _exchanges(table: Schedule) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+    """Code of the send and of the receive that each action asks for [A]; 0, which is F, where it asks for none."""
+    homes = np.append(table.placement, np.int32(-1))  # one more, for the stages beyond both ends
+    sends, receives = np.zeros(len(table), np.uint8), np.zeros(len(table), np.uint8)
+    for ops, send, receive, step in (((F,), SEND_F, RECV_F, 1), ((B, I), SEND_B, RECV_B, -1)):
+        here = np.flatnonzero(np.isin(table.op, ops))
+        stage, rank = table.stage[here], table.rank[here]
+        to, source = homes[np.minimum(stage + step, len(homes) - 1)], homes[np.minimum(stage - step, len(homes) - 1)]
+        sends[here[(to >= 0) & (to != rank)]] = send
+        receives[here[(source >= 0) & (source != rank)]] = receive
+    return sends, receives
 
 
-def _positions(rows: Sequence[Row]) -> dict[tuple[int, bool, int], int]:
-    """Column at which each message is made: by (stage, whether it is an activation, microbatch)."""
-    positions: dict[tuple[int, bool, int], int] = {}
-    for rank, row in enumerate(rows):
-        for column, cell in enumerate(row):
-            if not isinstance(cell, Action) or not cell.op.computes:
-                raise UsageError(
-                    f"schedule: {cell} at rank {rank}, column {column}: expected computation only to lower"
-                )
-            if cell.op is not Op.WEIGHT_GRADIENT:
-                positions[cell.stage, cell.op.forward, cell.microbatch] = column
-    return positions
+def _in_order(table: Schedule, sends: NDArray[np.uint8], receives: NDArray[np.uint8]) -> Schedule:
+    try:
+        timeline = simulate(table)
+    except NeverEnds as error:
+        raise UsageError(f"lowering in-order: {error}; expected an order of computation that ends") from None
+    start, end = _times(table, timeline)
+    sending, receiving = np.flatnonzero(sends), np.flatnonzero(receives)
+    maker = _at_other_end(table, receives, receiving)
+    known = maker >= 0
+    # At one time, messages come before computations, in the order of those that made them.
+    time = np.concatenate([start, end[sending], np.where(known, end[maker], start[receiving])])
+    computes = np.arange(len(time)) < len(table)
+    name = np.concatenate([np.arange(len(table)), sending, np.where(known, maker, receiving)])
+    return _arranged(table, sends, receives, (name, computes, time))
 
 
-def _lower_row(rank: int, row: Row, plan: _Plan) -> Row:
-    lowered: list[Cell] = []
-    send: Action | None = None
-    for cell in row:
-        assert isinstance(cell, Action), "_positions has refused batches"
-        receive = _exchange(cell, Op.RECV_F, Op.RECV_B, plan)
-        if send and receive and _cross(send, receive, plan):
-            lowered += plan.order(rank, send, receive)
-        else:
-            lowered += [action for action in (send, receive) if action]
-        lowered.append(cell)
-        send = _exchange(cell, Op.SEND_F, Op.SEND_B, plan)
-    return (*lowered, send) if send else tuple(lowered)
+def _times(table: Schedule, timeline: Timeline) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Start and end of every action [A]; what takes no time stands at the end of the computation before it."""
+    start, end = np.zeros(len(table), timeline.start.dtype), np.zeros(len(table), timeline.start.dtype)
+    start[timeline.index], end[timeline.index] = timeline.start, timeline.end
+    computed = np.maximum.accumulate(np.where(table.computes, np.arange(len(table)), -1))
+    still = ~table.computes & (computed >= table.starts[table.rank])
+    start[still] = end[still] = end[computed[still]]
+    return start, end
 
 
-def _exchange(compute: Action, forward: Op, backward: Op, plan: _Plan) -> Action | None:
-    """The send or receive that `compute` asks for; None where its partner is on the same rank, or does not exist."""
-    if compute.op is Op.WEIGHT_GRADIENT:
-        return None
-    action = Action(compute.stage, forward if compute.op.forward else backward, compute.microbatch)
-    partner = plan.ranks.get(action.peer)
-    return None if partner is None or partner == plan.ranks[compute.stage] else action
+def _between(table: Schedule, sends: NDArray[np.uint8], receives: NDArray[np.uint8], how: str) -> Schedule:
+    """Place messages between the computations that make and need them; `how` decides where two cross."""
+    ahead = np.zeros(len(table), np.bool_)  # computations whose receive comes before the send that it crosses
+    joined = np.zeros(len(table), np.bool_)  # computations whose send and receive that cross go into a batch
+    for earlier, later in _neighbours(table, sends, receives):
+        if how == "receive-first":
+            ahead[later[sends[earlier] == SEND_F]] = True
+        elif how == "even-first":
+            ahead[later[table.rank[later] % 2 == 1]] = True
+        elif how == "batched":
+            joined[earlier] = joined[later] = True
+    if not joined.any() and not table.joint.any():
+        return _placed(table, sends, receives, ahead)
+    sending, receiving = np.flatnonzero(sends), np.flatnonzero(receives)
+    cell = np.cumsum(table.joint != NEXT)
+    place = np.concatenate([2 * cell, 2 * cell[sending] + 1, 2 * cell[receiving] - 1])
+    turns = np.where(joined[sending], 2, 1), np.where(joined[receiving], 3, np.where(ahead[receiving], 0, 4))
+    turn = np.concatenate([np.zeros(len(table), np.int64), *turns])
+    name = np.concatenate([np.arange(len(table)), sending, receiving])
+    batched = np.concatenate([np.zeros(len(table), np.bool_), joined[sending], joined[receiving]])
+    return _arranged(table, sends, receives, (name, turn, place), np.where(batched, place, 0))
 
 
-def _cross(send: Action, receive: Action, plan: _Plan) -> bool:
-    """Whether one peer is at the other end of both, and makes what we wait for before it needs what we send."""
-    if plan.ranks[send.peer] != plan.ranks[receive.peer]:
-        return False
-    makes = plan.positions.get((receive.peer, receive.op.forward, receive.microbatch))
-    needs = plan.positions.get((send.peer, send.op.forward, send.microbatch))
-    return makes is not None and needs is not None and makes < needs
+@loop
+def _between_loop(
+    starts: NDArray[np.int64],
+    op: NDArray[np.uint8],
+    stage: NDArray[np.int32],
+    microbatch: NDArray[np.int32],
+    placement: NDArray[np.int32],
+    makers: NDArray[np.int32],
+    rule: int,
+) -> tuple[NDArray[np.int64], NDArray[np.uint8], NDArray[np.int32], NDArray[np.int32]]:
+    """`_between` for schedules without compound cells: columns of what comes out."""
+    stages, size = len(placement), len(op)
+    lengths = np.zeros(len(starts) - 1, np.int64)
+    codes, places, numbers = np.empty(3 * size, np.uint8), np.empty(3 * size, np.int32), np.empty(3 * size, np.int32)
+    out = 0
+    for rank in range(len(starts) - 1):
+        begin, sent, to = out, 0, -1
+        for i in range(starts[rank], starts[rank + 1]):
+            forward = op[i] == F
+            exchanges = forward or op[i] == B or op[i] == I
+            source, received = stage[i] + (-1 if forward else 1), 0
+            if exchanges and 0 <= source < stages and placement[source] >= 0 and placement[source] != rank:
+                received = RECV_F if forward else RECV_B
+            ahead = False
+            if sent and received and rule and placement[source] == placement[to]:
+                makes = makers[source, 1 if forward else 0, microbatch[i]]
+                needs = makers[to, 1 if sent == SEND_F else 0, microbatch[i - 1]]
+                if makes >= 0 and needs >= 0 and makes < needs:
+                    ahead = sent == SEND_F if rule == 1 else rank % 2 == 1
+            for turn in range(2):
+                if received and ahead == (turn == 0):
+                    codes[out], places[out], numbers[out] = received, stage[i], microbatch[i]
+                    out += 1
+                if sent and turn == 0:
+                    codes[out], places[out], numbers[out] = sent, stage[i - 1], microbatch[i - 1]
+                    out += 1
+            codes[out], places[out], numbers[out] = op[i], stage[i], microbatch[i]
+            out += 1
+            to, sent = stage[i] + (1 if forward else -1), 0
+            if exchanges and 0 <= to < stages and placement[to] >= 0 and placement[to] != rank:
+                sent = SEND_F if forward else SEND_B
+        if sent:
+            last = starts[rank + 1] - 1
+            codes[out], places[out], numbers[out] = sent, stage[last], microbatch[last]
+            out += 1
+        lengths[rank] = out - begin
+    return lengths, codes[:out], places[:out], numbers[:out]
+
+
+def _arranged(
+    table: Schedule,
+    sends: NDArray[np.uint8],
+    receives: NDArray[np.uint8],
+    keys: tuple[NDArray[Any], ...],
+    batch: NDArray[np.int64] | None = None,
+) -> Schedule:
+    """The actions, the sends and the receives that they ask for, sorted by rank and `keys`, the last one first.
+
+    What has the same number in `batch` makes one cell; 0 is none.
+    """
+    sending, receiving = np.flatnonzero(sends), np.flatnonzero(receives)
+    source = np.concatenate([np.arange(len(table)), sending, receiving])
+    order = np.lexsort((*keys, table.rank[source]))
+    source = source[order]
+    op = np.concatenate([table.op, sends[sending], receives[receiving]])[order]
+    joint = np.concatenate([table.joint, np.zeros(len(source) - len(table), np.uint8)])[order]
+    if batch is not None:
+        batch = batch[order]
+        joint[batch > 0] = FIRST
+        joint[1:][(batch[1:] > 0) & (batch[1:] == batch[:-1])] = NEXT
+    lengths = np.bincount(table.rank[source], minlength=table.ranks)
+    return Schedule.of_arrays(lengths, op, table.stage[source], table.microbatch[source], joint)
+
+
+def _placed(
+    table: Schedule, sends: NDArray[np.uint8], receives: NDArray[np.uint8], ahead: NDArray[np.bool_]
+) -> Schedule:
+    """The same where every action is a cell and nothing is batched, by counting instead of sorting."""
+    begins = table.starts[:-1][np.diff(table.starts) > 0]
+    sent = np.zeros(len(table), np.bool_)  # whether the action before, on the same rank, sends
+    sent[1:] = sends[:-1] > 0
+    sent[begins] = False
+    received = receives > 0
+    width = 1 + (sends > 0) + received.astype(np.int64)
+    ends = np.cumsum(width)
+    starts = np.r_[0, ends][table.starts]
+    here = ends - 1 - (sends > 0)
+    size = int(starts[-1])
+    source, op = np.empty(size, np.int32), np.empty(size, np.uint8)
+    source[here], op[here] = np.arange(len(table), dtype=np.int32), table.op
+    sending = np.flatnonzero(sends)
+    after = here[sending] + 1
+    after[ahead[np.minimum(sending + 1, len(table) - 1)] & sent[np.minimum(sending + 1, len(table) - 1)]] += 1
+    source[after], op[after] = sending, sends[sending]
+    receiving = np.flatnonzero(received)
+    first = here[receiving] - 1 - (ahead & sent)[receiving]
+    source[first], op[first] = receiving, receives[receiving]
+    return Schedule.of_arrays(np.diff(starts), op, table.stage[source], table.microbatch[source])
+
+
+def _neighbours(
+    table: Schedule, sends: NDArray[np.uint8], receives: NDArray[np.uint8]
+) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+    """Pairs of computations in cells that follow each other, where the send of the first crosses the receive of the
+    second, as two columns of indices.
+    """
+    if not table.joint.any():
+        pairs = [(np.arange(len(table) - 1), np.arange(1, len(table)))]
+    else:
+        begins = np.flatnonzero(table.joint != NEXT)
+        sizes = np.diff(np.r_[begins, len(table)])
+        widest = range(int(sizes.max(initial=0)))
+        pairs = []
+        for i, j in product(widest, widest):
+            both = np.flatnonzero((sizes[:-1] > i) & (sizes[1:] > j))
+            pairs.append((begins[both] + i, begins[both + 1] + j))
+    for earlier, later in pairs:
+        asked = (sends[earlier] > 0) & (receives[later] > 0) & (table.rank[earlier] == table.rank[later])
+        earlier, later = earlier[asked], later[asked]
+        makes, needs = _at_other_end(table, receives, later), _at_other_end(table, sends, earlier)
+        crosses = (makes >= 0) & (needs >= 0) & (makes < needs) & (table.rank[makes] == table.rank[needs])
+        yield earlier[crosses], later[crosses]
+
+
+def _at_other_end(table: Schedule, asked: NDArray[np.uint8], here: NDArray[np.int64]) -> NDArray[np.int32]:
+    """Index of the computation that makes what each action of `here` receives, or needs what it sends; -1: none."""
+    code = asked[here]
+    step = np.where((code == SEND_F) | (code == RECV_B), 1, -1)
+    forward = ((code == SEND_F) | (code == RECV_F)).astype(np.int64)
+    found: NDArray[np.int32] = table.makers[table.stage[here] + step, forward, table.microbatch[here]]
+    return found

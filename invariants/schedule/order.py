@@ -1,28 +1,24 @@
-"""Whether lowered rows end, decided by one evaluation: which rank waits for which, and what is swapped.
-
-Such programs have no choice. Messages of an ordered pair of ranks are first in, first out, and each rank posts in
-program order, so the k-th send of a pair meets the k-th receive whatever the speed of the ranks, and a rank that can go
-on stays able to. The evaluation is linear in the number of actions.
-"""
+"""Whether lowered rows end, decided by one evaluation: which rank waits for which, and what is swapped."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
-from typing import Literal, get_args
+from itertools import islice
+from typing import Final
 
-from invariants.errors import UsageError
-from invariants.schedule.actions import Action, Cell, Row, actions_of, placement
-from invariants.schedule.table import Schedule, as_schedule
+import numpy as np
+from numpy.typing import NDArray
 
-Transport = Literal["buffered", "blocking"]
-"""When a send is done: at once, whatever is in flight; or when its receive has been posted (rendezvous).
+from invariants.schedule.actions import Cell, Row
+from invariants.schedule.compiled import available, loop
+from invariants.schedule.engine import DONE, NOBODY, NOTHING, STARTED, Rest, run
+from invariants.schedule.matching import peer_rank
+from invariants.schedule.table import IDLE, NEXT, SEND_B, SEND_F, Schedule, as_schedule
+from invariants.schedule.transports import Wiring, wire
 
-`blocking` is what MPI calls the synchronous mode, and what gloo's `send` does. Code that needs buffers to end is not
-portable (MPI 4.1, section 3.5).
-"""
+MOST: Final = 100
+"""Sentences about one kind of problem that are written out; a last one counts the others."""
 
 
 @dataclass(frozen=True)
@@ -41,149 +37,186 @@ class Outcome:
     last: tuple[Cell | None, ...]
 
 
-def evaluate(schedule: Schedule | Sequence[Row], transport: Transport) -> Outcome:
-    """Run the rows, one a rank, in program order.
+def evaluate(schedule: Schedule | Sequence[Row], transport: str) -> Outcome:
+    """Run a schedule, or rows, one a rank, on a transport of `transports.TRANSPORTS`, in program order.
 
-    A computation takes no time and waits for nothing, so rows that hold computation only always end. A receive waits
-    until its send has been posted; a batch posts all its operations in order and is done when all of them are. A send
-    that nobody receives ends under `buffered`: `completeness.complete` reports it. A stage that computes on two ranks,
-    or an unknown transport, is a `UsageError`.
+    A computation takes no time, and what it needs of its own rank is there, so rows that hold computation only always
+    end. A batch posts all its operations in order and is done when all of them are. A send that nobody receives ends
+    under `buffered`: `completeness.complete` reports it. A stage that computes on two ranks, or an unknown transport,
+    is a `UsageError`.
     """
-    if transport not in get_args(Transport):
-        raise UsageError(f"transport {transport!r}: expected one of {', '.join(get_args(Transport))}")
-    rows = as_schedule(schedule).rows()
-    pairs = _match(rows)
-    needs = _needs(pairs, transport)
-    reached = _run(rows, needs)
-    stuck = [rank for rank, row in enumerate(rows) if reached[rank] < len(row)]
+    table = as_schedule(schedule)
+    wiring = wire(table, transport)
+    rest = run(wiring.network)
+    cycle = _Explanation(wiring, rest).cycle()
     return Outcome(
-        finished=not stuck,
-        cycle=_explain(stuck[0], rows, needs, reached) if stuck else (),
-        mismatches=tuple(_mismatches(pairs, reached)),
-        last=tuple(row[reached[rank] - 1] if reached[rank] else None for rank, row in enumerate(rows)),
+        finished=not cycle,
+        cycle=cycle,
+        mismatches=tuple(_shortened(_mismatches(wiring, rest))),
+        last=tuple(_last(table, rest, rank) for rank in range(table.ranks)),
     )
 
 
-@dataclass(frozen=True)
-class _Posting:
-    """One send or receive in its place; `peer` is the rank at the other end, None where no rank holds that stage."""
-
-    rank: int
-    column: int
-    action: Action
-    peer: int | None
-
-    @property
-    def message(self) -> tuple[bool, int, int]:
-        """What is sent or expected: whether an activation, the stage that made it, the microbatch."""
-        action = self.action
-        return action.op.forward, action.stage if action.op.sends else action.peer, action.microbatch
-
-    def __str__(self) -> str:
-        forward, stage, microbatch = self.message
-        return f"{stage}{'F' if forward else 'B'}{microbatch}"
+def _last(schedule: Schedule, rest: Rest, rank: int) -> Cell | None:
+    begin, end = schedule.starts[rank], schedule.starts[rank + 1]
+    done = np.flatnonzero((rest.state[begin:end] == DONE) & (schedule.op[begin:end] != IDLE))
+    if not len(done):
+        return None
+    first = last = int(begin + done[-1])
+    while schedule.joint[first] == NEXT:
+        first -= 1
+    cells = Schedule.of_arrays([last + 1 - first], *(column[first : last + 1] for column in schedule.columns[1:])).row(
+        0
+    )
+    return cells[0]
 
 
-_Pair = tuple[_Posting | None, _Posting | None]
-"""The k-th send and the k-th receive of an ordered pair of ranks; None where that side has no k-th."""
-
-_Needs = Mapping[tuple[int, int], Sequence[tuple[_Posting, _Posting | None]]]
-"""By rank and column: what the cell posts, each with the posting that it waits for; None where there is none."""
-
-
-def _match(rows: Sequence[Row]) -> list[_Pair]:
-    ranks = placement(rows)
-    channels: dict[tuple[int, int], tuple[list[_Posting], list[_Posting]]] = defaultdict(lambda: ([], []))
-    pairs: list[_Pair] = []
-    for rank, row in enumerate(rows):
-        for column, cell in enumerate(row):
-            for action in actions_of(cell):
-                if action.op.computes:
-                    continue
-                posting = _Posting(rank, column, action, ranks.get(action.peer))
-                if posting.peer is None:
-                    pairs.append((posting, None) if action.op.sends else (None, posting))
-                elif action.op.sends:
-                    channels[rank, posting.peer][0].append(posting)
-                else:
-                    channels[posting.peer, rank][1].append(posting)
-    for sends, receives in channels.values():
-        pairs += zip_longest(sends, receives)
-    return pairs
+def _mismatches(wiring: Wiring, rest: Rest) -> Iterator[str]:
+    schedule = wiring.schedule
+    columns = schedule.op, schedule.stage, schedule.microbatch, wiring.partner, rest.state
+    for send in _swapped_loop(*columns) if available() else _swapped(*columns):
+        receive = int(wiring.partner[send])
+        from_rank, to_rank = schedule.place(send)[0], schedule.place(receive)[0]
+        sent, expected = message(schedule, send), message(schedule, receive)
+        yield f"rank {from_rank} sends {sent}, and rank {to_rank} receives it as {expected}"
 
 
-def _needs(pairs: Sequence[_Pair], transport: Transport) -> _Needs:
-    needs: dict[tuple[int, int], list[tuple[_Posting, _Posting | None]]] = defaultdict(list)
-    for send, receive in pairs:
-        if receive:
-            needs[receive.rank, receive.column].append((receive, send))
-        if send and transport == "blocking":
-            needs[send.rank, send.column].append((send, receive))
-    return dict(needs)
+def _swapped(
+    op: NDArray[np.uint8],
+    stage: NDArray[np.int32],
+    microbatch: NDArray[np.int32],
+    partner: NDArray[np.int32],
+    state: NDArray[np.uint8],
+) -> NDArray[np.int64]:
+    """Sends that have met a receive of another name."""
+    sends = np.flatnonzero(((op == SEND_F) | (op == SEND_B)) & (partner >= 0))
+    receives = partner[sends]
+    same = (op[receives] == op[sends] + 1) & (microbatch[receives] == microbatch[sends])
+    same &= stage[receives] == stage[sends] + np.where(op[sends] == SEND_F, 1, -1)
+    met = (state[sends] >= STARTED) & (state[receives] >= STARTED)
+    found: NDArray[np.int64] = sends[met & ~same]
+    return found
 
 
-def _run(rows: Sequence[Row], needs: _Needs) -> list[int]:
-    """Column that each rank gets to, and waits at; the length of its row where it ends."""
-    reached = [0] * len(rows)
-    waiting: dict[tuple[int, int], list[int]] = defaultdict(list)
-    ready = list(range(len(rows)))
-    while ready:
-        rank = ready.pop()
-        while reached[rank] < len(rows[rank]):
-            wait = _unmet(rank, needs, reached)
-            if wait:
-                partner = wait[1]
-                if partner:
-                    waiting[partner.rank, partner.column].append(rank)
-                break
-            reached[rank] += 1
-            ready += waiting.pop((rank, reached[rank]), ())
-    return reached
-
-
-def _unmet(rank: int, needs: _Needs, reached: Sequence[int]) -> tuple[_Posting, _Posting | None] | None:
-    """What keeps `rank` from leaving the cell that it has reached; None where nothing does."""
-    for posting, partner in needs.get((rank, reached[rank]), ()):
-        if partner is None or reached[partner.rank] < partner.column:
-            return posting, partner
-    return None
-
-
-def _explain(start: int, rows: Sequence[Row], needs: _Needs, reached: Sequence[int]) -> tuple[str, ...]:
-    """Follow the waits from the rank `start` until one repeats, or leads nowhere."""
-    path: dict[int, str] = {}
-    rank = start
-    while rank not in path:
-        wait = _unmet(rank, needs, reached)
-        assert wait, f"rank {rank} has nothing to wait for"
-        posting, partner = wait
-        path[rank] = _sentence(posting)
-        if partner is None:
-            return (f"{path[rank]}, {_dead_end(posting, rows, reached)}",)
-        rank = partner.rank
-    return tuple(path.values())[list(path).index(rank) :]
-
-
-def _sentence(posting: _Posting) -> str:
-    verb, link = ("send", "to") if posting.action.op.sends else ("receive", "from")
-    if posting.peer is None:
-        other = f"stage {posting.action.peer}"
-    else:
-        other = "itself" if posting.peer == posting.rank else f"rank {posting.peer}"
-    return f"rank {posting.rank} waits to {verb} {posting} {link} {other}"
-
-
-def _dead_end(posting: _Posting, rows: Sequence[Row], reached: Sequence[int]) -> str:
-    if posting.peer is None:
-        return "which no rank computes"
-    if reached[posting.peer] == len(rows[posting.peer]):
-        return "which has finished"
-    return f"which has no {'receive' if posting.action.op.sends else 'send'} left for it"
-
-
-def _mismatches(pairs: Sequence[_Pair], reached: Sequence[int]) -> Iterator[str]:
-    for send, receive in pairs:
-        if not send or not receive or send.message == receive.message:
+@loop
+def _swapped_loop(
+    op: NDArray[np.uint8],
+    stage: NDArray[np.int32],
+    microbatch: NDArray[np.int32],
+    partner: NDArray[np.int32],
+    state: NDArray[np.uint8],
+) -> NDArray[np.int64]:
+    found = np.empty(16, np.int64)
+    size = 0
+    for send in range(len(op)):
+        receive = partner[send]
+        if (op[send] != SEND_F and op[send] != SEND_B) or receive < 0 or state[send] == 0 or state[receive] == 0:
             continue
-        if reached[send.rank] >= send.column and reached[receive.rank] >= receive.column:
-            yield f"rank {send.rank} sends {send}, and rank {receive.rank} receives it as {receive}"
+        step = 1 if op[send] == SEND_F else -1
+        same = op[receive] == op[send] + 1 and microbatch[receive] == microbatch[send]
+        if not same or stage[receive] != stage[send] + step:
+            if size == len(found):
+                found = np.append(found, np.empty(size, np.int64))
+            found[size] = send
+            size += 1
+    return found[:size]
+
+
+def _shortened(sentences: Iterator[str]) -> Iterator[str]:
+    yield from islice(sentences, MOST)
+    if others := sum(1 for _ in sentences):
+        yield f"and {others} more"
+
+
+def message(schedule: Schedule, index: int) -> str:
+    """Name of what a send gives away or a receive expects: the computation that made it."""
+    action = schedule.action(index)
+    maker = action.stage if action.op.sends else action.peer
+    return f"{maker}{'F' if action.op.forward else 'B'}{action.microbatch}"
+
+
+class _Explanation:
+    """Follows the waits of a network that has come to rest."""
+
+    def __init__(self, wiring: Wiring, rest: Rest) -> None:
+        self.wiring, self.rest = wiring, rest
+        self.schedule, self.network = wiring.schedule, wiring.network
+
+    def cycle(self) -> tuple[str, ...]:
+        """The waits from the first stuck queue on, until one repeats or leads nowhere; empty where none is stuck."""
+        stuck = np.flatnonzero(self.rest.reached < self.network.queues[1:])
+        if not len(stuck):
+            return self._left_over()
+        path: dict[int, str] = {}
+        queue, ahead_of = int(stuck[0]), NOTHING
+        while queue not in path:
+            waiter, target = self._wait(queue)
+            path[queue] = self._sentence(waiter, target) + self._standing(queue, ahead_of)
+            if target == NOBODY:
+                return (f"{path[queue]}, {self._dead_end(waiter)}",)
+            queue, ahead_of = int(self.wiring.queue_of[target]), target
+        return tuple(path.values())[list(path).index(queue) :]
+
+    def _left_over(self) -> tuple[str, ...]:
+        """Where the host posts and goes on, what nobody meets is still awaited when the step ends."""
+        lost = np.flatnonzero(self.wiring.partner == NOBODY) if self.wiring.posts else ()
+        if not len(lost):
+            return ()
+        first = int(lost[0])
+        return (f"{self._sentence(first, NOBODY)} when the step ends, {self._dead_end(first)}",)
+
+    def _step(self, queue: int) -> list[int]:
+        """Actions of the step at which the queue stands."""
+        place, end = int(self.rest.reached[queue]), int(self.network.queues[queue + 1])
+        places = [place]
+        while len(self.network.opens) and place + 1 < end and not self.network.opens[place + 1]:
+            place += 1
+            places.append(place)
+        return [int(self.network.order[place]) for place in places] if len(self.network.order) else places
+
+    def _wait(self, queue: int) -> tuple[int, int]:
+        """The action of the queue's step that waits, and what it waits for."""
+        step = self._step(queue)
+        starting = self.rest.state[step[0]] < STARTED
+        needs, level = (self.network.before, DONE) if starting else (self.network.beside, STARTED)
+        for action in step:
+            need = int(needs[action])
+            if need == NOBODY or (need != NOTHING and self.rest.state[need] < level):
+                return action, need
+        raise AssertionError(f"queue {queue} has nothing to wait for")
+
+    def _sentence(self, waiter: int, target: int) -> str:
+        action, rank = self.schedule.action(waiter), self.schedule.place(waiter)[0]
+        if not action.op.exchanges:
+            return f"rank {rank} waits to compute {action} until {self._until(rank, target)}"
+        verb, link = ("send", "to") if action.op.sends else ("receive", "from")
+        peer = peer_rank(self.schedule, waiter)
+        other = f"stage {action.peer}" if peer < 0 else "itself" if peer == rank else f"rank {peer}"
+        sentence = f"rank {rank} waits to {verb} {message(self.schedule, waiter)} {link} {other}"
+        own = target in (NOBODY, int(self.wiring.partner[waiter]))
+        return sentence if own else f"{sentence} until {self._until(rank, target)}"
+
+    def _until(self, rank: int, target: int) -> str:
+        action, other = self.schedule.action(target), self.schedule.place(target)[0]
+        who = "it" if other == rank else f"rank {other}"
+        if not action.op.exchanges:
+            return f"{who} has computed {action}"
+        return f"{who} has {'sent' if action.op.sends else 'received'} {message(self.schedule, target)}"
+
+    def _standing(self, queue: int, behind: int) -> str:
+        """Why a queue is asked of at all, where that is not plain: it is a stream, and `behind` stands further back."""
+        if not len(self.network.order) or behind == NOTHING or behind in self._step(queue):
+            return ""
+        action = self.schedule.action(behind)
+        if not action.op.exchanges:
+            return f", before it computes {action}"
+        return f", before it {'sends' if action.op.sends else 'receives'} {message(self.schedule, behind)}"
+
+    def _dead_end(self, waiter: int) -> str:
+        peer = peer_rank(self.schedule, waiter)
+        if peer < 0:
+            return "which no rank computes"
+        begin, end = self.schedule.starts[peer], self.schedule.starts[peer + 1]
+        if not self.wiring.posts and (self.rest.state[begin:end] == DONE).all():
+            return "which has finished"
+        return f"which has no {'receive' if self.schedule.action(waiter).op.sends else 'send'} left for it"

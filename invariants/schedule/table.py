@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from invariants.errors import UsageError
 from invariants.schedule.actions import NO_MICROBATCH, Action, Batch, Cell, Op, Overlap, Row, actions_of
+from invariants.schedule.compiled import available, loop
 
 Ints = NDArray[np.signedinteger[Any]]
 Flags = NDArray[np.bool_]
@@ -29,6 +30,8 @@ ALONE, FIRST, NEXT = 0, 1, 2
 """An action is a cell of its own, or opens a compound cell, or goes on with the one before it."""
 
 MAX_ACTIONS: Final = 2**31 - 1
+MAX_GRID: Final = 2**28
+"""Largest number of stages times microbatches, at least: checks keep tables of that size."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,6 +59,9 @@ class Schedule:
         starts = self.starts
         if len(starts) == 0 or starts[0] != 0 or starts[-1] != size or (np.diff(starts) < 0).any():
             raise UsageError(f"schedule: starts: expected a rising list from 0 to {size}, one entry a rank and the end")
+        if self.stages * max(self.microbatches, 1) > max(MAX_GRID, 16 * size):
+            sizes = f"{self.stages} stages, {self.microbatches} microbatches, {size} actions"
+            raise UsageError(f"schedule: {sizes}: expected numbers that count from 0 without gaps")
 
     @classmethod
     def of_arrays(
@@ -122,6 +128,10 @@ class Schedule:
         rank = int(np.searchsorted(self.starts, index, side="right")) - 1
         return rank, index - int(self.starts[rank])
 
+    def column(self, index: int) -> int:
+        """Cell of an action in its rank's row, empty cells counted."""
+        return int(np.count_nonzero(self.joint[self.starts[self.place(index)[0]] : index + 1] != NEXT)) - 1
+
     def __len__(self) -> int:
         """Number of actions."""
         return len(self.op)
@@ -129,7 +139,7 @@ class Schedule:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Schedule):
             return NotImplemented
-        return all(np.array_equal(mine, its) for mine, its in zip(self._columns(), other._columns(), strict=True))
+        return all(np.array_equal(mine, its) for mine, its in zip(self.columns, other.columns, strict=True))
 
     __hash__ = None  # type: ignore[assignment]  # as numpy's arrays
 
@@ -171,19 +181,44 @@ class Schedule:
     @cached_property
     def placement(self) -> NDArray[np.int32]:
         """Rank of each stage [S], -1 where none computes it; a stage on two ranks is a `UsageError`."""
-        computed = np.flatnonzero(self.computes)
-        stage, rank = self.stage[computed], self.rank[computed]
         homes = np.full(self.stages, -1, np.int32)
-        homes[stage[::-1]] = rank[::-1]
-        astray = np.flatnonzero(homes[stage] != rank)
-        if len(astray):
-            wrong = stage[astray[0]]
-            ranks = f"rank {homes[wrong]} and on rank {rank[astray[0]]}"
-            raise UsageError(f"schedule: stage {wrong} computes on {ranks}: expected one rank a stage")
+        for rank in range(self.ranks):
+            here = slice(self.starts[rank], self.starts[rank + 1])
+            stage = self.stage[here][(self.op[here] <= B) & (self.stage[here] >= 0)]
+            astray = stage[(homes[stage] >= 0) & (homes[stage] != rank)]
+            if len(astray):
+                ranks = f"rank {homes[astray[0]]} and on rank {rank}"
+                raise UsageError(f"schedule: stage {astray[0]} computes on {ranks}: expected one rank a stage")
+            homes[stage] = rank
         return homes
 
-    def _columns(self) -> tuple[NDArray[Any], ...]:
+    @cached_property
+    def makers(self) -> NDArray[np.int32]:
+        """Index of the action that makes each message [S, 2, M], a gradient (0) or an activation (1): the first one, -1
+        where none does.
+        """
+        makers = np.full((self.stages, 2, max(self.microbatches, 1)), -1, np.int32)
+        if available():
+            _fill_makers(self.op, self.stage, self.microbatch, makers)
+            return makers
+        for forward, made in enumerate(((self.op == B) | (self.op == I), self.op == F)):
+            where = np.flatnonzero(made & (self.stage >= 0) & (self.microbatch >= 0))[::-1]
+            makers[self.stage[where], forward, self.microbatch[where]] = where
+        return makers
+
+    @property
+    def columns(self) -> tuple[NDArray[Any], ...]:
+        """All five arrays."""
         return self.starts, self.op, self.stage, self.microbatch, self.joint
+
+
+@loop
+def _fill_makers(
+    op: NDArray[np.uint8], stage: NDArray[np.int32], microbatch: NDArray[np.int32], makers: NDArray[np.int32]
+) -> None:
+    for i in range(len(op) - 1, -1, -1):
+        if (op[i] == F or op[i] == I or op[i] == B) and stage[i] >= 0 and microbatch[i] >= 0:
+            makers[stage[i], 1 if op[i] == F else 0, microbatch[i]] = i
 
 
 def as_schedule(rows: Schedule | Iterable[Row]) -> Schedule:

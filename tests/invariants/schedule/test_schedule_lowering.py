@@ -3,6 +3,7 @@
 from collections import defaultdict
 from fractions import Fraction
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,11 +12,24 @@ from invariants.errors import UsageError
 from invariants.schedule.actions import Batch, Op, actions_of, parse_rows
 from invariants.schedule.completeness import complete
 from invariants.schedule.costs import Costs
-from invariants.schedule.families import generate
+from invariants.schedule.families import FAMILIES, generate
 from invariants.schedule.lowering import LOWERINGS, lower
 from invariants.schedule.order import evaluate
-from invariants.schedule.table import as_schedule
+from invariants.schedule.table import ALONE, FIRST, Schedule, as_schedule
 from invariants.schedule.timeline import simulate
+from invariants.schedule.transports import TRANSPORTS
+
+BETWEEN = [how for how in LOWERINGS if how != "in-order"]
+
+
+@st.composite
+def schedules(draw: st.DrawFn) -> Schedule:
+    """Computation of any family, small."""
+    name = draw(st.sampled_from(list(FAMILIES)))
+    ranks, virtual = draw(st.integers(1, 4)), FAMILIES[name].virtual or draw(st.integers(1, 3))
+    least = max(1, FAMILIES[name].least * ranks)
+    return generate(name, ranks, draw(st.integers(least, least + 6)), virtual)
+
 
 SIZES = {"stages": st.integers(1, 8), "microbatches": st.integers(1, 12)}
 COST = st.sampled_from([Fraction(1), Fraction(2), Fraction(0), Fraction(1, 3), Fraction(7)])
@@ -70,7 +84,7 @@ def test_gpipe_is_lowered_in_one_way_only():
     for stages in range(1, 6):
         for microbatches in range(1, 6):
             rows = generate("gpipe", stages, microbatches)
-            assert len({lower(rows, how).rows() for how in LOWERINGS}) == 1
+            assert len({lower(rows, how).rows() for how in BETWEEN}) == 1
 
 
 def test_fewer_microbatches_than_stages_are_sent_before_the_gradient_is_awaited():
@@ -125,7 +139,7 @@ def rendezvous_makespan(rows, forward, backward):
 
 @pytest.mark.parametrize(
     ("name", "how"),
-    [(name, how) for name in ("gpipe", "1f1b") for how in LOWERINGS if (name, how) != ("1f1b", "textbook")],
+    [(name, how) for name in ("gpipe", "1f1b") for how in BETWEEN if (name, how) != ("1f1b", "textbook")],
 )
 @given(data=st.data(), **SIZES)
 def test_blocking_sends_cost_no_time(name, how, data, stages, microbatches):
@@ -159,3 +173,34 @@ def test_what_cannot_be_lowered_is_refused():
         lower(parse_rows([["0F0"], ["1RECV_F0", "1F0"]]), "textbook")
     with pytest.raises(UsageError, match="stage 0 computes on rank 0 and on rank 1"):
         lower(parse_rows([["0F0"], ["0B0"]]), "textbook")
+
+
+@pytest.mark.parametrize("how", BETWEEN)
+@given(schedules())
+def test_placing_by_counting_is_placing_by_sorting(how, schedule):
+    """Any mark of a compound cell takes the general way; where each compound has one member the cells are the same."""
+    marked = Schedule(*schedule.columns[:-1], np.where(schedule.joint == ALONE, FIRST, schedule.joint).astype(np.uint8))
+    plain, sorted_ = lower(schedule, how), lower(marked, how)
+    assert all(
+        np.array_equal(left, right) for left, right in zip(plain.columns[:-1], sorted_.columns[:-1], strict=True)
+    )
+
+
+@given(schedules(), st.sampled_from([*TRANSPORTS, "buffered(1)"]))
+def test_in_order_ends_on_every_transport(schedule, transport):
+    outcome = evaluate(lower(schedule, "in-order"), transport)
+    assert (outcome.finished, outcome.mismatches) == (True, ())
+
+
+@given(schedules(), st.sampled_from(list(LOWERINGS)))
+def test_every_message_is_sent_once_and_received_once(schedule, how):
+    lowered = lower(schedule, how)
+    assert complete(lowered, schedule.stages, schedule.microbatches) == []
+    kept = lowered.computes
+    assert lowered.op[kept].tolist() == schedule.op.tolist()
+    assert lowered.microbatch[kept].tolist() == schedule.microbatch.tolist()
+
+
+def test_an_order_that_never_ends_has_no_common_order_of_messages():
+    with pytest.raises(UsageError, match=r"lowering in-order: .*expected an order of computation that ends"):
+        lower(parse_rows([["0B0", "0F0"], ["1F0", "1B0"]]), "in-order")

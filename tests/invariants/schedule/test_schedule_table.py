@@ -9,7 +9,7 @@ from invariants.errors import UsageError
 from invariants.schedule.actions import Action, Batch, Op, Overlap, communicates, parse_rows, placement
 from invariants.schedule.table import ALONE, CODES, FIRST, IDLE, NEXT, OPS, Schedule
 
-STAGES, MICROBATCHES = st.integers(0, 4096), st.integers(0, 10**6)
+STAGES, MICROBATCHES = st.integers(0, 64), st.integers(0, 10**6)
 COMPUTATIONS = st.builds(Action, STAGES, st.sampled_from([op for op in Op if op.computes]), MICROBATCHES)
 MESSAGES = st.builds(Action, STAGES, st.sampled_from([op for op in Op if op.exchanges]), MICROBATCHES)
 CELLS = st.one_of(
