@@ -1,14 +1,15 @@
-"""The pipelines of a recorded schedule: one for each replica, with its rows in stage order."""
+"""The pipelines of a recorded schedule: one for each replica, with its rows in the order of the ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+from invariants.case import Case
+from invariants.errors import UsageError
 from invariants.evidence import Evidence
 from invariants.schedule.actions import parse_rows
+from invariants.schedule.families import FAMILIES, checked
 from invariants.schedule.table import Schedule
-
-FAMILIES = ("gpipe", "1f1b")
 
 
 def pipelines(evidence: Evidence) -> Iterator[tuple[tuple[int, ...], Schedule]]:
@@ -22,6 +23,17 @@ def pipelines(evidence: Evidence) -> Iterator[tuple[tuple[int, ...], Schedule]]:
             yield peers, Schedule.of_rows(parse_rows([evidence.schedule[peer] for peer in peers]))
 
 
-def known_family(name: str) -> str | None:
-    """None where the schedule has closed forms, else the reason why not."""
-    return None if name in FAMILIES else f"schedule {name!r} has no closed form here"
+def no_family(case: Case) -> str | None:
+    """None where the case's schedule is a family that exists at its sizes and so has closed forms, else why not."""
+    if case.schedule not in FAMILIES:
+        return f"schedule {case.schedule!r} has no closed form here"
+    try:
+        checked(case.schedule, case.topology.size("pp"), case.microbatches)
+    except UsageError as error:
+        return str(error)
+    return None
+
+
+def stages_a_rank(name: str, schedule: Schedule) -> int:
+    """What `generate` is told of the stages a rank: as many as were recorded, where the family leaves that open."""
+    return 1 if FAMILIES[name].virtual else max(1, schedule.stages // schedule.ranks)
