@@ -31,7 +31,7 @@ def fake_stage(index, stages, ranks):
 
 @pytest.fixture(scope="session")
 def torch_schedule():
-    """(class name, ranks, microbatches, options of the class) to an object of that class, which holds all ranks' rows."""
+    """(class name, ranks, microbatches, options of the class) to an object of that class, as rank 0 makes it."""
     from torch.distributed.pipelining import schedules
 
     def make(name, ranks, microbatches, **options):
