@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from invariants.errors import UsageError
+from invariants.schedule.computations import Computations
 from invariants.schedule.table import B, F, I, W
 
 Number = int | Fraction | Decimal | float
@@ -101,48 +102,41 @@ class Ticks:
     links: tuple[tuple[int, int], ...]
 
 
-def ticks(costs: Costs, home: NDArray[np.int32], count: NDArray[np.int64]) -> Ticks:
-    """Price a schedule: `home` [S] is the rank of each stage, `count` [4, S] how often each operation occurs on it.
-
-    Costs per stage or per link that do not fit the schedule are a `UsageError`.
-    """
-    stages = len(home)
+def ticks(costs: Costs, work: Computations) -> Ticks:
+    """Price a schedule's computations and messages; costs per stage or per link that do not fit it: a `UsageError`."""
+    stages = len(work.home)
     forward = _column("forward", costs.forward, stages)
     inputs = _column("input_gradient", costs.input_gradient, stages)
     weights = _column("weight_gradient", costs.weight_gradient, stages)
     pair = () if costs.overlapped is None else _column("overlapped", costs.overlapped, stages)
-    link, links, transfer, latency = _messages(costs, home, count)
-    columns = {F: forward, I: inputs, W: weights, B: _sums(inputs, weights)}
-    priced = (*columns.values(), pair, transfer, latency)
-    parts = math.lcm(*{number.denominator for column in priced for number in column})
-    longest = sum(max(column, default=Fraction()) for column in priced)
-    exact = longest * parts * int(count.sum()) < _TOO_LATE
-
-    def filled(column: Iterable[Fraction], size: int, default: int = 0) -> NDArray[Any]:
-        numbers: list[Any]
-        if exact:
-            numbers = [number.numerator * (parts // number.denominator) for number in column]
-        else:
-            numbers = [float(number) for number in column]
-        return np.full(size, numbers or default, np.int64 if exact else np.float64)
-
+    link, links, transfer, latency = _messages(costs, work)
+    columns = (forward, inputs, weights, pair, transfer, latency)
+    parts = math.lcm(*[number.denominator for column in columns for number in column])
+    numbers: list[list[Any]] = [[number.numerator * (parts // number.denominator) for number in it] for it in columns]
+    exact = sum(max(column, default=0) for column in numbers) * len(work.code) < _TOO_LATE
+    if not exact:
+        numbers = [[float(number) for number in column] for column in columns]
+    kind = np.int64 if exact else np.float64
+    took = np.empty((4, stages), kind)
+    took[F], took[I], took[W] = numbers[:3]
+    took[B] = took[I] + took[W]
     return Ticks(
         unit=Fraction(1, parts) if exact else Fraction(1),
         exact=exact,
-        took=np.stack([filled(columns[op], stages) for op in sorted(columns)]),
-        pair=filled(pair, stages, -1),
+        took=took,
+        pair=np.full(stages, numbers[3] or -1, kind),
         link=link,
-        transfer=filled(transfer, 2 * stages).reshape(2, stages),
-        latency=filled(latency, 2 * stages).reshape(2, stages),
+        transfer=np.full(2 * stages, numbers[4] or 0, kind).reshape(2, stages),
+        latency=np.full(2 * stages, numbers[5] or 0, kind).reshape(2, stages),
         links=links,
     )
 
 
 def _messages(
-    costs: Costs, home: NDArray[np.int32], count: NDArray[np.int64]
+    costs: Costs, work: Computations
 ) -> tuple[NDArray[np.int32], tuple[tuple[int, int], ...], tuple[Fraction, ...], tuple[Fraction, ...]]:
     """Link of each message [2, S], the links, and for each message the transfer and the latency; () where all are 0."""
-    stages = len(home)
+    home, count, stages = work.home, work.counts, len(work.home)
     link = np.full((2, stages), -1, np.int32)
     if costs.bandwidth is None and costs.latency == 0:
         return link, (), (), ()
@@ -162,11 +156,6 @@ def _messages(
                 size = sizes[min(stage, to) if len(sizes) > 1 else 0]
                 transfer[kind * stages + stage] = size / _of_link("bandwidth", costs.bandwidth, pair)
     return link, tuple(links), tuple(transfer), tuple(latency)
-
-
-def _sums(one: tuple[Fraction, ...], other: tuple[Fraction, ...]) -> tuple[Fraction, ...]:
-    size = max(len(one), len(other)) if one and other else 0
-    return tuple(one[i % len(one)] + other[i % len(other)] for i in range(size))
 
 
 def _per_stage(name: str, value: Any) -> Fraction | tuple[Fraction, ...]:

@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 
 from invariants.errors import InvariantsError
 from invariants.schedule.actions import Action, Row
+from invariants.schedule.computations import Computations, computations
 from invariants.schedule.costs import Costs, Ticks, ticks
 from invariants.schedule.simulation import run
-from invariants.schedule.survey import Survey, survey
 from invariants.schedule.table import OPS, B, F, I, Schedule, W, as_schedule
 from invariants.schedule.waves import Trace
 
@@ -37,13 +37,13 @@ class Timeline:
     schedule: Schedule
     costs: Costs
     ticks: Ticks = field(repr=False)
-    survey: Survey = field(repr=False)
+    work: Computations = field(repr=False)
     trace: Trace = field(repr=False)
 
-    @property
+    @cached_property
     def index(self) -> NDArray[np.int32]:
         """Place of each computation in the schedule [C]."""
-        return self.trace.places
+        return _places(self.schedule)
 
     @property
     def start(self) -> NDArray[Any]:
@@ -58,7 +58,7 @@ class Timeline:
     @property
     def offsets(self) -> NDArray[np.int64]:
         """First computation of each rank, and the end [R+1]."""
-        return self.survey.offsets
+        return self.work.offsets
 
     @property
     def unit(self) -> Fraction:
@@ -126,21 +126,25 @@ def simulate(schedule: Schedule | Iterable[Row], costs: Costs | None = None) -> 
     that computes on two ranks, and for a computation without stage or microbatch.
     """
     schedule, costs = as_schedule(schedule), costs or Costs()
-    surveyed = survey(schedule)
-    times = ticks(costs, surveyed.home, surveyed.counts)
-    trace = run(schedule, surveyed, times, hold=not costs.overlap)
-    stuck = np.flatnonzero(trace.stopped < schedule.starts[1:])
-    if len(stuck):
-        raise NeverEnds(_explain(schedule, trace, int(stuck[0]), len(stuck) - 1))
-    return Timeline(schedule, costs, times, surveyed, trace)
+    work = computations(schedule)
+    times = ticks(costs, work)
+    trace = run(work, times, hold=not costs.overlap)
+    if (trace.stopped < work.offsets[1:]).any():
+        raise NeverEnds(_explain(schedule, work, trace))
+    return Timeline(schedule, costs, times, work, trace)
 
 
-def _explain(schedule: Schedule, trace: Trace, rank: int, others: int) -> str:
-    for index in range(int(trace.stopped[rank]), int(schedule.starts[rank + 1])):
-        missing = _missing(schedule, trace.made, index)
+def _places(schedule: Schedule) -> NDArray[np.int32]:
+    return np.flatnonzero(schedule.computes).astype(np.int32)
+
+
+def _explain(schedule: Schedule, work: Computations, trace: Trace) -> str:
+    stuck = np.flatnonzero(trace.stopped < work.offsets[1:])
+    rank, more = int(stuck[0]), f"; {len(stuck) - 1} more wait" if len(stuck) > 1 else ""
+    for index in _places(schedule)[trace.stopped[rank] : work.offsets[rank + 1]]:
+        missing = _missing(schedule, trace.made, int(index))
         if missing:
-            more = f"; {others} more wait" if others else ""
-            return f"schedule never ends: rank {rank} waits at {schedule.action(index)} for {missing}{more}"
+            return f"schedule never ends: rank {rank} waits at {schedule.action(int(index))} for {missing}{more}"
     raise AssertionError(f"rank {rank} has stopped, but lacks nothing")
 
 

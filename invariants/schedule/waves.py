@@ -7,17 +7,18 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from invariants.schedule.table import NEXT, B, F, W
+from invariants.schedule.table import F, W
 
 
 class Program(NamedTuple):
-    """What is run: columns of the schedule, where its stages are, and the times; arrays as in their classes."""
+    """What is run: arrays as in `Computations` and `Ticks`.
 
-    starts: NDArray[np.int64]
-    op: NDArray[np.uint8]
-    stage: NDArray[np.int32]
-    microbatch: NDArray[np.int32]
-    joint: NDArray[np.uint8]
+    `cells` [3, 4]: how far the entry of `Trace.made` that a computation needs from elsewhere, the one that it needs of
+    its own stage, and the one that it makes lie from `stage << bits | microbatch`, by operation.
+    """
+
+    code: NDArray[Any]
+    bits: int
     offsets: NDArray[np.int64]
     home: NDArray[np.int32]
     cells: NDArray[np.int64]
@@ -31,17 +32,16 @@ class Program(NamedTuple):
 
 
 class Trace(NamedTuple):
-    """What comes out, for the C computations of a schedule.
+    """What comes out, for C computations of S stages.
 
-    `places` [C] (int32) in the schedule. `start`, `end`, `arrives` [C+1]: when it begins, is done, and when its result
-    is where it is needed (`end` itself where messages cost nothing); the last entry stands for what exists from the
-    beginning, at time 0. `made` [2, S+1, M] (int32): which computation made the output of stage s, in `made[0, s+1]`,
-    and the gradient of its input, in `made[1, s]`; -1 where none did, C for what exists from the beginning, the input
-    of the first stage and the gradient of the last one's output. `busy` [R]: time for which each rank computes.
-    `stopped` [R] (int64): the action at which each rank waits for ever, its last one plus one where it ends.
+    `start`, `end`, `arrives` [C+1]: when each begins, is done, and when its result is where it is needed (`end` itself
+    where messages cost nothing); the last entry stands for what exists from the beginning, at time 0. `made`
+    [2, S+1, 2^bits] (int32): which computation made the output of stage s, in `made[0, s+1]`, and the gradient of its
+    input, in `made[1, s]`; -1 where none did, C for what exists from the beginning, the input of the first stage and
+    the gradient of the last one's output. `busy` [R]: time for which each rank computes. `stopped` [R] (int64): the
+    computation at which each rank waits for ever, its last one plus one where it ends.
     """
 
-    places: NDArray[np.int32]
     start: NDArray[Any]
     end: NDArray[Any]
     arrives: NDArray[Any]
@@ -52,10 +52,10 @@ class Trace(NamedTuple):
 
 def run_in_waves(p: Program, t: Trace) -> None:
     """Fill the trace of a program; see `simulation.run`."""
-    t.places[:] = np.flatnonzero(p.op <= B)
-    op, stage = p.op[t.places], p.stage[t.places]
-    need, own, make = _addresses(p, t)
-    lead, cost = _cells(p, t, op, stage)
+    op, entry = p.code & 3, p.code >> 3
+    stage = entry >> p.bits
+    need, own, make = (entry + row.astype(entry.dtype)[op] for row in p.cells)
+    lead, cost = _cells(p, op, stage)
     sizes = np.diff(lead)
     width = int(sizes.max(initial=0))
     made, home = t.made.ravel(), np.append(p.home, -1)
@@ -74,8 +74,9 @@ def run_in_waves(p: Program, t: Trace) -> None:
         waits[active] = missing
         goes = missing < 0
         active, first, size, ready = active[goes], first[goes], size[goes], ready[goes]
-        done = ready + cost[cell[active]]
-        t.busy[active] += cost[cell[active]]
+        time = cost[cell[active]]
+        done = ready + time
+        t.busy[active] += time
         free[active] = done
         cell[active] += 1
         following = [active[cell[active] < stop[active]]]
@@ -94,7 +95,7 @@ def run_in_waves(p: Program, t: Trace) -> None:
             waits[woken] = -1
             following.append(woken)
         active = np.concatenate(following)
-    t.stopped[:] = np.where(cell < stop, np.append(t.places, 0)[lead[cell]], p.starts[1:])
+    t.stopped[:] = lead[cell]
 
 
 def _send(
@@ -117,25 +118,12 @@ def _send(
         free[rank] = sent
 
 
-def _addresses(p: Program, t: Trace) -> list[NDArray[Any]]:
-    """Of each computation, the entries of `made` that it needs, from elsewhere and its own, and that it makes."""
-    kind: type[np.integer[Any]] = np.int32 if t.made.size < 2**31 else np.int64
-    op, entry = p.op[t.places], p.stage[t.places].astype(kind)
-    entry *= t.made.shape[2]
-    entry += p.microbatch[t.places]
-    return [entry + rows.astype(kind)[op] for rows in p.cells]
-
-
-def _cells(
-    p: Program, t: Trace, op: NDArray[np.uint8], stage: NDArray[np.int32]
-) -> tuple[NDArray[np.int64], NDArray[Any]]:
-    """The computation with which each cell opens, and the end; and what each cell takes."""
-    opens = p.joint[t.places] != NEXT
-    opens[1:] |= np.diff(t.places) > 1
-    opens[p.offsets[:-1][np.diff(p.offsets) > 0]] = True
-    lead = np.append(np.flatnonzero(opens), len(opens))
-    if len(opens) == 0:
-        return lead, np.zeros(0, t.busy.dtype)
-    cost = np.add.reduceat(p.took[op, stage], lead[:-1])
-    pair = p.pair[stage[lead[:-1]]]
+def _cells(p: Program, op: NDArray[Any], stage: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[Any]]:
+    """The computation with which each cell begins, and the end; and what each cell takes."""
+    begins = np.flatnonzero(p.code & 4)
+    lead = np.append(begins, len(p.code))
+    if len(begins) == 0:
+        return lead, np.zeros(0, p.took.dtype)
+    cost = np.add.reduceat(p.took[op, stage], begins)
+    pair = p.pair[stage[begins]]
     return lead, np.where((np.diff(lead) > 1) & (pair >= 0), pair, cost)

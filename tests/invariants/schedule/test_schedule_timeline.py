@@ -339,7 +339,7 @@ def test_a_schedule_ends_where_the_slow_simulation_does(schedule, data):
     ("rows", "message"),
     [
         (("0F0", "0B0"), "stage 0 computes on rank 0 and on rank 1"),
-        (("0F0 9F999999",), "10 stages x 1000000 microbatches, but 2 computations"),
+        (("0F0 9F999999",), "10 stages x 1000000 microbatches, but 2 actions"),
     ],
 )
 def test_schedules_without_sense_are_refused(rows, message):
