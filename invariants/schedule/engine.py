@@ -7,7 +7,6 @@ goes. It is linear in the number of actions.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,12 +53,9 @@ def run(network: Network) -> Rest:
     if available():
         # numpy asks the system for large pages, which numba does not.
         state, waiting = np.zeros(network.queues[-1], np.uint8), np.empty(network.queues[-1], np.int32)
-        return Rest(_run_loop(*_columns(network), state, waiting), state)
+        columns = network.queues, network.order, network.opens, network.before, network.beside
+        return Rest(_run_loop(*columns, state, waiting), state)
     return _run_waves(network)
-
-
-def _columns(network: Network) -> tuple[NDArray[Any], ...]:
-    return network.queues, network.order, network.opens, network.before, network.beside
 
 
 @loop

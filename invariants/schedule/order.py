@@ -4,21 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
-from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from invariants.schedule.actions import Cell, Row
 from invariants.schedule.compiled import available, loop
+from invariants.schedule.completeness import shortened
 from invariants.schedule.engine import DONE, NOBODY, NOTHING, STARTED, Rest, run
 from invariants.schedule.matching import peer_rank
 from invariants.schedule.table import IDLE, NEXT, SEND_B, SEND_F, Schedule, as_schedule
 from invariants.schedule.transports import Wiring, wire
-
-MOST: Final = 100
-"""Sentences about one kind of problem that are written out; a last one counts the others."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +48,7 @@ def evaluate(schedule: Schedule | Sequence[Row], transport: str) -> Outcome:
     return Outcome(
         finished=not cycle,
         cycle=cycle,
-        mismatches=tuple(_shortened(_mismatches(wiring, rest))),
+        mismatches=tuple(shortened(_mismatches(wiring, rest))),
         last=tuple(_last(table, rest, rank) for rank in range(table.ranks)),
     )
 
@@ -122,12 +118,6 @@ def _swapped_loop(
     return found[:size]
 
 
-def _shortened(sentences: Iterator[str]) -> Iterator[str]:
-    yield from islice(sentences, MOST)
-    if others := sum(1 for _ in sentences):
-        yield f"and {others} more"
-
-
 def message(schedule: Schedule, index: int) -> str:
     """Name of what a send gives away or a receive expects: the computation that made it."""
     action = schedule.action(index)
@@ -159,8 +149,7 @@ class _Explanation:
 
     def _left_over(self) -> tuple[str, ...]:
         """Where the host posts and goes on, what nobody meets is still awaited when the step ends."""
-        lost = np.flatnonzero(self.wiring.partner == NOBODY) if self.wiring.posts else ()
-        if not len(lost):
+        if not self.wiring.posts or not (lost := np.flatnonzero(self.wiring.partner == NOBODY)).size:
             return ()
         first = int(lost[0])
         return (f"{self._sentence(first, NOBODY)} when the step ends, {self._dead_end(first)}",)

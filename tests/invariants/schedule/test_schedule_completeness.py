@@ -81,7 +81,7 @@ def test_right_literals(texts):
     ("texts", "problems"),
     [
         ([["0F0", "0B0"], ["1F0"]], ["1B0 is missing"]),
-        ([["0F0", "0B0"], []], ["1B0 is missing", "1F0 is missing"]),
+        ([["0F0", "0B0"], []], ["1F0 is missing", "1B0 is missing"]),
         ([["0F0", "0I0", "0W0"], ["1F0", "1I0"]], ["1W0 is missing"]),
         ([["0F0", "0I0", "0W0"], ["1F0", "1W0"]], ["1I0 is missing"]),
         ([["0F0", "0B0", "0W0"], SPLIT[1]], ["0B0 at rank 0, column 1 is done again by 0W0 at rank 0, column 2"]),
