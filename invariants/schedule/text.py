@@ -24,8 +24,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from invariants.errors import UsageError
-from invariants.schedule.actions import BLANKS, LARGEST, NO_MICROBATCH, parse_cell
-from invariants.schedule.table import ALONE, IDLE, NEXT, OPS, UNSHARD, Ints, Schedule
+from invariants.schedule.actions import BLANKS, LARGEST, NO_MICROBATCH, Action, parse_cell
+from invariants.schedule.table import ALONE, CODES, FIRST, IDLE, NEXT, OPS, UNSHARD, Ints, Schedule
 
 _SHAPE: Final = str.maketrans("23456789", "11111111")
 _NUMBERS: Final = str.maketrans({chr(code): " " for code in range(128) if not chr(code).isdigit()})
@@ -62,10 +62,10 @@ def parse_csv(text: str, name: str) -> Schedule:
     every = list(chain.from_iterable(shapes))
     known = {shape: index for index, shape in enumerate(dict.fromkeys(every))}
     try:
-        parsed = Schedule.of_rows(() if shape.strip(BLANKS) in _EMPTY else (parse_cell(shape),) for shape in known)
+        cells = [_parts(shape) for shape in known]
     except UsageError:
         _refuse(rows, name)
-    op, joint, ends = _expand(parsed, np.fromiter(map(known.__getitem__, every), np.int64, len(every)))
+    op, joint, ends = _expand(cells, np.fromiter(map(known.__getitem__, every), np.int64, len(every)))
     numbers = np.full((len(op), 2), NO_MICROBATCH, np.int64)
     numbers[np.stack([op != IDLE, op < UNSHARD], axis=1)] = np.fromstring(
         " ".join(rows).translate(_NUMBERS).strip(), np.int64, sep=" "
@@ -73,7 +73,10 @@ def parse_csv(text: str, name: str) -> Schedule:
     if numbers.max(initial=0) > LARGEST:
         _refuse(rows, name)
     stage, microbatch = np.ascontiguousarray(numbers.T, np.int32)
-    return Schedule(ends[np.cumsum([0, *map(len, shapes)])], op, stage, microbatch, joint)
+    try:
+        return Schedule(ends[np.cumsum([0, *map(len, shapes)])], op, stage, microbatch, joint)
+    except UsageError as error:
+        raise UsageError(f"{name}: {error}") from None
 
 
 def format_csv(schedule: Schedule) -> str:
@@ -81,15 +84,17 @@ def format_csv(schedule: Schedule) -> str:
     joint = schedule.joint
     # The next rank's first action opens a cell of its own, so that it closes a compound like any other.
     closes = (joint != ALONE) & np.append(joint[1:] != NEXT, True)[: len(joint)]
-    parts = (
+    texts = (
         map((",", ",(", ";").__getitem__, joint.tolist()),
         _labels(schedule.stage),
         map(_OPS.__getitem__, schedule.op.tolist()),
         _labels(schedule.microbatch),
         map(("", ")BATCH", ")OVERLAP_F_B").__getitem__, np.where(closes, 1 + schedule.computes, 0).tolist()),
     )
-    texts = list(map("".join, zip(*parts, strict=True)))
-    rows = ("".join(texts[start:end])[1:] or '""' * (end > start) for start, end in pairwise(schedule.starts.tolist()))
+    actions = list(map("".join, zip(*texts, strict=True)))
+    rows = (
+        "".join(actions[start:end])[1:] or '""' * (end > start) for start, end in pairwise(schedule.starts.tolist())
+    )
     return "".join(f"{row}\r\n" for row in rows)
 
 
@@ -98,19 +103,26 @@ def _labels(numbers: Ints) -> Iterator[str]:
     return map(["" if value == NO_MICROBATCH else str(value) for value in values.tolist()].__getitem__, places.tolist())
 
 
-def _expand(
-    parsed: Schedule, cells: NDArray[np.int64]
-) -> tuple[NDArray[np.uint8], NDArray[np.uint8], NDArray[np.int64]]:
-    """`op` and `joint` of the actions of `cells`, each a row of `parsed`, and where each cell starts, and the end.
+def _parts(cell: str) -> list[tuple[int, int]]:
+    """`op` and `joint` of each action of a cell."""
+    if cell.strip(BLANKS) in _EMPTY:
+        return [(IDLE, ALONE)]
+    parsed = parse_cell(cell)
+    if isinstance(parsed, Action):
+        return [(CODES[parsed.op], ALONE)]
+    return [(CODES[action.op], NEXT if place else FIRST) for place, action in enumerate(parsed.actions)]
 
-    A row without actions is an empty cell.
-    """
-    count = np.diff(parsed.starts)
-    first = np.where(count, parsed.starts[:-1], len(parsed))[cells]
-    count = np.maximum(count, 1)[cells]
-    ends = np.append(0, np.cumsum(count))
-    at = np.arange(ends[-1]) + np.repeat(first - ends[:-1], count)
-    return np.append(parsed.op, np.uint8(IDLE))[at], np.append(parsed.joint, np.uint8(ALONE))[at], ends
+
+def _expand(
+    known: Sequence[Sequence[tuple[int, int]]], cells: NDArray[np.int64]
+) -> tuple[NDArray[np.uint8], NDArray[np.uint8], NDArray[np.int64]]:
+    """`op` and `joint` of the actions of `cells`, each one of those that are known; where each starts, and the end."""
+    op, joint = np.array([*chain.from_iterable(known)], np.uint8).reshape(-1, 2).T
+    count = np.array([*map(len, known)], np.int64)
+    first = (np.cumsum(count) - count)[cells]
+    ends = np.append(0, np.cumsum(count[cells]))
+    at = np.arange(ends[-1]) + np.repeat(first - ends[:-1], count[cells])
+    return op[at], joint[at], ends
 
 
 def _refuse(rows: Sequence[str], name: str) -> NoReturn:
@@ -119,8 +131,7 @@ def _refuse(rows: Sequence[str], name: str) -> NoReturn:
         cells = row.split(",") if row else []
         for column, cell in enumerate(cells):
             try:
-                if cell.strip(BLANKS) not in _EMPTY:
-                    parse_cell(cell)
+                _parts(cell)
             except UsageError as error:
                 place = f"row {rank + 1} of {len(rows)} (rank {rank}), column {column + 1} of {len(cells)}"
                 raise UsageError(f"{name}, {place}: {error}") from None
