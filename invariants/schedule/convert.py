@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from invariants.errors import UsageError
-from invariants.schedule.actions import NO_MICROBATCH, Action, Op, Row, parse_cell
+from invariants.schedule.actions import LARGEST, NO_MICROBATCH, Action, Op, Row, parse_cell
 from invariants.schedule.table import ALONE, CODES, FIRST, IDLE, NEXT, UNSHARD, B, F, Schedule
 from invariants.schedule.text import parse_csv
 
@@ -96,30 +96,30 @@ def of_tuples(rows: Iterable[Iterable[Entry | Sequence[Entry] | None]]) -> Sched
 def of_megatron(table: Sequence[tuple[int, int]], ranks: int, group: int | None = None, *, extra: int = 0) -> Schedule:
     """The order in which Megatron-LM computes, from its table of (microbatch, model chunk), one entry a forward.
 
-    The table is what `get_schedule_table(microbatches, chunks, group)` of `megatron.core.pipeline_parallel.schedules`
-    returns; `group` is `microbatch_group_size_per_vp_stage`, by default the number of ranks, as there. Chunk c of rank
-    r is stage c N + r. The k-th backward is the k-th entry with the chunks counted from the last. Before the first
-    pair of a forward and a backward, rank r of N runs 2 (N - r - 1) + (chunks - 1) group forwards (N - r - 1 where
-    there is one chunk, which is the schedule without interleaving), and `extra` more: 1 with
-    `overlap_moe_expert_parallel_comm`. Source: `get_pp_rank_microbatches`, there, and
-    `convert_schedule_table_to_order` in `megatron/core/transformer/cuda_graphs.py`, megatron-core 0.16.
+    The table is what `get_schedule_table(microbatches, chunks, group)` returns; `group`, by default the number of
+    ranks, is `microbatch_group_size_per_vp_stage`. Chunk c of rank r is stage c N + r. The k-th backward is the k-th
+    entry with the chunks counted from the last. Before its first backward, rank r of N runs 2 (N - r - 1) +
+    (chunks - 1) group + `extra` forwards and one, where `extra` is 1 with `overlap_moe_expert_parallel_comm`; with one
+    chunk, which is the schedule without interleaving, N - r - 1 and one. Sources, in megatron-core 0.16:
+    `get_schedule_table` and `get_pp_rank_microbatches` in `megatron/core/pipeline_parallel/schedules.py`,
+    `convert_schedule_table_to_order` in `megatron/core/transformer/cuda_graphs.py`.
 
-    A table or a size that cannot be is a `UsageError`.
+    A table that is none, and several chunks on one rank, which Megatron-LM does not interleave, are a `UsageError`.
     """
-    if ranks < 1:
-        raise UsageError(f"schedule: ranks={ranks}: expected 1 or more")
-    entries = np.array(table, np.int64)
-    if entries.ndim != 2 or entries.shape[1] != 2 or entries.min() < 0:
-        raise UsageError("schedule: expected a table of (microbatch, model chunk), one entry a forward")
-    microbatch, chunk = entries.T
-    chunks, total = int(chunk.max()) + 1, len(entries)
+    try:
+        microbatch, chunk = np.array(table, np.int64).T
+    except ValueError:
+        raise UsageError("schedule: expected a table of (microbatch, model chunk), one entry a forward") from None
+    chunks, total = int(chunk.max()) + 1, len(chunk)
+    if ranks < 1 or (ranks == 1 and chunks > 1):
+        raise UsageError(f"schedule: ranks={ranks} with {chunks} model chunks: expected {min(chunks, 2)} or more")
     op, stage, microbatches = np.empty((3, ranks, 2 * total), np.int64)
     every = np.arange(total)
     for rank in range(ranks):
         ahead = ranks - rank - 1
-        warmup = 2 * ahead + (chunks - 1) * (ranks if group is None else group) if chunks > 1 else ahead
-        warmup = min(warmup + extra, total) if ranks > 1 else 0
-        forward, backward = np.maximum(every, 2 * every - warmup), np.minimum(every + total, 2 * every + warmup + 1)
+        warmup = 2 * ahead + (chunks - 1) * (ranks if group is None else group) + extra if chunks > 1 else ahead
+        forward = np.maximum(every, 2 * every - warmup)
+        backward = np.minimum(every + total, 2 * every + warmup + 1)
         op[rank, forward], op[rank, backward] = F, B
         stage[rank, forward], stage[rank, backward] = chunk * ranks + rank, (chunks - 1 - chunk) * ranks + rank
         microbatches[rank, forward], microbatches[rank, backward] = microbatch, microbatch
@@ -219,6 +219,7 @@ def _columns(rank: int, row: Sequence[Any]) -> tuple[NDArray[Any], ...]:
     except (KeyError, OverflowError, TypeError, ValueError):
         _refuse(rank, row)
     numbered = ((stage >= 0) == (op != IDLE)) & ((microbatch >= 0) == (op < UNSHARD)) & (op <= IDLE)
+    numbered &= (stage <= LARGEST) & (microbatch <= LARGEST)
     if len(fields) != 4 * len(joint) or not numbered.all() or (op[joint != ALONE] > B).any():
         _refuse(rank, row)
     return op, stage, microbatch, joint
@@ -253,4 +254,4 @@ def _refuse(rank: int, row: Sequence[Any]) -> NoReturn:
 
 def _entry(action: Any) -> Any:
     stage, kind, microbatch, parts = action
-    return [*map(_entry, parts)] if parts else (getattr(kind, "value", kind), stage, microbatch)
+    return [*map(_entry, parts)] if parts else (str.__str__(kind), stage, microbatch)
