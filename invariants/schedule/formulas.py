@@ -22,6 +22,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Final
 
+import numpy as np
+
 from invariants.errors import UsageError
 from invariants.schedule.costs import Costs
 from invariants.schedule.families import checked
@@ -158,9 +160,8 @@ def in_flight_bound(name: str, stage: int, ranks: int, microbatches: int, virtua
     """Microbatches that `stage` holds at its peak, from the start of F to the end of B, or of W where B is split.
 
     gpipe M; 1f1b min(M, N-s); zb-h1 min(M, N) and zb-h2 min(M, 2N-1) on every stage; zb-v and dualpipe-v min(M, 2N-s).
-    For interleaved-1f1b, chunk c of rank r holds a microbatch for D = 2(v-1-c) G + 2(N-1-r) + 1 forwards of its rank, G
-    being the size of a group: at most min(G, D) + min(G, max(0, D - vG)). Where groups differ (by one microbatch) this
-    is no more than a bound: D is up to v-1 longer, and groups follow each other as the smaller ones do.
+    For interleaved-1f1b, chunk c of rank r holds a microbatch for D = 2(v-1-c) N + 2(N-1-r) + 1 forwards of its rank
+    where N divides M: min(M, min(N, D) + min(N, max(0, D - vN))). Where groups are larger or differ it is counted.
 
     None but gpipe grows with M. Sources: Megatron-LM, arXiv:2104.04473, section 2.2.1, for 1F1B; section 2 of
     arXiv:2401.10241 for ZB-H1 and ZB-H2; else derived here. Domain: wherever the family exists; elsewhere a
@@ -169,11 +170,7 @@ def in_flight_bound(name: str, stage: int, ranks: int, microbatches: int, virtua
     stages = ranks * (checked(name, ranks, microbatches, virtual).virtual or virtual)
     _check_place(name, "stage", stage, stages)
     if name == "interleaved-1f1b":
-        chunk, rank = divmod(stage, ranks)
-        small, large = group_sizes(ranks, microbatches)
-        held = (virtual - 1) * large + 2 * (ranks - 1 - rank) + 1
-        held += max((virtual - 1 - 2 * chunk) * size for size in (small, large))
-        return min(microbatches, sum(min(large, max(0, held - virtual * small * before)) for before in range(3)))
+        return _interleaved_in_flight(*divmod(stage, ranks), ranks, microbatches, virtual)
     limits = {"gpipe": microbatches, "zb-h1": ranks, "zb-h2": 2 * ranks - 1}
     return min(microbatches, limits.get(name, stages - stage))
 
@@ -191,9 +188,21 @@ def rank_in_flight_bound(name: str, rank: int, ranks: int, microbatches: int, vi
     if fixed == 1:
         return in_flight_bound(name, rank, ranks, microbatches)
     if name == "interleaved-1f1b":
-        _, large = group_sizes(ranks, microbatches)
+        large = int(group_sizes(ranks, microbatches)[0])
         return min(virtual * microbatches, (virtual - 1) * large + 2 * (ranks - 1 - rank) + 1)
     return 2 * ranks + 1 if name == "dualpipe-v" else min(2 * microbatches, microbatches + 1 + rank, 2 * ranks)
+
+
+def _interleaved_in_flight(chunk: int, rank: int, ranks: int, microbatches: int, virtual: int) -> int:
+    """Most forwards of a chunk that have no backward yet; a backward is as many places behind as its rank holds."""
+    sizes = group_sizes(ranks, microbatches)
+    size = np.repeat(sizes, sizes).astype(np.int64)
+    first = np.repeat(np.cumsum(sizes) - sizes, sizes)
+    within = np.arange(microbatches) - first
+    forward = virtual * first + chunk * size + within
+    behind = (virtual - 1) * int(sizes[0]) + 2 * (ranks - 1 - rank) + 1
+    backward = virtual * first + (virtual - 1 - chunk) * size + within + behind
+    return int((np.arange(1, microbatches + 1) - np.searchsorted(backward, forward, side="right")).max())
 
 
 def _check_place(name: str, label: str, place: int, size: int) -> None:

@@ -48,24 +48,23 @@ def interleaved(ranks: int, microbatches: int, virtual: int = 1) -> Schedule:
     the remainder to a last group and refuses it where it is smaller than N, since that idles. The groups here are those
     of torch's `ScheduleInterleaved1F1B` where the number of groups divides M; torch refuses the rest.
     """
-    groups = max(1, microbatches // ranks)
-    small, large = group_sizes(ranks, microbatches)
-    sizes = np.full(groups, small, np.int32)
-    sizes[: microbatches - small * groups] = large
-    chunk = np.tile(np.arange(virtual, dtype=np.int32), groups).repeat(np.repeat(sizes, virtual))
+    sizes = group_sizes(ranks, microbatches)
+    chunk = np.tile(np.arange(virtual, dtype=np.int32), len(sizes)).repeat(np.repeat(sizes, virtual))
     first = np.cumsum(sizes, dtype=np.int32) - sizes
     size, first = (np.repeat(column, sizes * virtual) for column in (sizes, first))
     microbatch = first + (np.arange(virtual * microbatches, dtype=np.int32) - virtual * first) % size
     rank = np.arange(ranks, dtype=np.int32)[:, None]
     order = _Order(chunk * np.int32(ranks) + rank, (virtual - 1 - chunk) * np.int32(ranks) + rank, microbatch)
-    ahead = (virtual - 1) * large
+    ahead = (virtual - 1) * int(sizes[0])
     return _alternate(order, [min(ahead + 2 * (ranks - 1 - r), virtual * microbatches) for r in range(ranks)])
 
 
-def group_sizes(ranks: int, microbatches: int) -> tuple[int, int]:
-    """Microbatches of the smallest and of the largest group of `interleaved`; they differ by 1 at the most."""
+def group_sizes(ranks: int, microbatches: int) -> Numbers:
+    """Microbatches of each group of `interleaved`, in order [max(1, M div N)]."""
     groups = max(1, microbatches // ranks)
-    return microbatches // groups, -(-microbatches // groups)
+    sizes = np.full(groups, microbatches // groups, np.int32)
+    sizes[: microbatches % groups] += 1
+    return sizes
 
 
 class _Order:
