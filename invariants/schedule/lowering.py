@@ -127,23 +127,23 @@ def _times(table: Schedule, timeline: Timeline) -> tuple[NDArray[Any], NDArray[A
 def _between(table: Schedule, sends: NDArray[np.uint8], receives: NDArray[np.uint8], how: str) -> Schedule:
     """Place messages between the computations that make and need them; `how` decides where two cross."""
     ahead = np.zeros(len(table), np.bool_)  # computations whose receive comes before the send that it crosses
-    joined = np.zeros(len(table), np.bool_)  # computations whose send and receive that cross go into a batch
+    sent, received = np.zeros((2, len(table)), np.bool_)  # computations whose send, or receive, goes into a batch
     for earlier, later in _neighbours(table, sends, receives):
         if how == "receive-first":
             ahead[later[sends[earlier] == SEND_F]] = True
         elif how == "even-first":
             ahead[later[table.rank[later] % 2 == 1]] = True
         elif how == "batched":
-            joined[earlier] = joined[later] = True
-    if not joined.any() and not table.joint.any():
+            sent[earlier] = received[later] = True
+    if not sent.any() and not table.joint.any():
         return _placed(table, sends, receives, ahead)
     sending, receiving = np.flatnonzero(sends), np.flatnonzero(receives)
     cell = np.cumsum(table.joint != NEXT)
     place = np.concatenate([2 * cell, 2 * cell[sending] + 1, 2 * cell[receiving] - 1])
-    turns = np.where(joined[sending], 2, 1), np.where(joined[receiving], 3, np.where(ahead[receiving], 0, 4))
+    turns = np.where(sent[sending], 2, 1), np.where(received[receiving], 3, np.where(ahead[receiving], 0, 4))
     turn = np.concatenate([np.zeros(len(table), np.int64), *turns])
     name = np.concatenate([np.arange(len(table)), sending, receiving])
-    batched = np.concatenate([np.zeros(len(table), np.bool_), joined[sending], joined[receiving]])
+    batched = np.concatenate([np.zeros(len(table), np.bool_), sent[sending], received[receiving]])
     return _arranged(table, sends, receives, (name, turn, place), np.where(batched, place, 0))
 
 
