@@ -11,7 +11,8 @@ from invariants.catalog.schedule_activations import schedule_activations
 from invariants.catalog.schedule_bubble import schedule_bubble
 from invariants.catalog.schedule_deadlock_free import schedule_deadlock_free
 from invariants.evidence import Evidence, Owned, StagePeak
-from invariants.schedule.families import generate
+from invariants.schedule.actions import Op
+from invariants.schedule.families import FAMILIES, generate
 from invariants.schedule.lowering import lower
 from invariants.target import Promises
 
@@ -60,6 +61,89 @@ def test_gpipe_order_under_the_name_of_1f1b_holds_too_much(stages, more):
     assert verdict.status == "violated"
     assert verdict.worst.stage == stages - 1
     assert verdict.worst.excess == microbatches
+
+
+@st.composite
+def sized(draw, name, ranks=5, microbatches=9):
+    """(ranks, microbatches, stages a rank) at which the family exists."""
+    many = draw(st.integers(1, ranks))
+    family = FAMILIES[name]
+    least = max(1, family.least * many)
+    return many, draw(st.integers(least, least + microbatches)), family.virtual or draw(st.integers(1, 3))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@given(data=st.data(), dp=st.integers(1, 2))
+def test_every_family_keeps_its_formulas_and_its_bounds(name, data, dp):
+    ranks, microbatches, virtual = data.draw(sized(name))
+    rows = generate(name, ranks, microbatches, virtual).rows()
+    evidence = recorded(name, ranks, microbatches, dp=dp, rows=rows)
+    assert [invariant.judge(evidence).violations for invariant in (schedule_bubble, schedule_activations)] == [(), ()]
+
+
+@pytest.mark.parametrize(
+    ("name", "runs", "sizes"),
+    [
+        ("interleaved-1f1b", "zb-v", (3, 6)),
+        ("zb-h1", "zb-h2", (3, 5)),
+        ("zb-h2", "zb-h1", (3, 5)),
+        ("zb-v", "dualpipe-v", (2, 4)),
+        ("dualpipe-v", "zb-v", (2, 4)),
+    ],
+)
+def test_another_family_under_the_name_of_one_has_another_bubble(name, runs, sizes):
+    verdict = schedule_bubble.judge(recorded(name, *sizes, rows=generate(runs, *sizes).rows()))
+    assert verdict.status == "violated"
+    assert all("at F=" in violation.what for violation in verdict.violations)
+
+
+def test_idle_time_that_the_makespan_hides_is_seen_in_a_ranks_own_span():
+    first, second = generate("zb-h2", 2, 3).rows()
+    swapped = (*first[:2], first[3], first[2], *first[4:])
+    assert " ".join(map(str, swapped)) == "0F0 0F1 0I0 0F2 0W0 0I1 0W1 0I2 0W2"
+    violations = schedule_bubble.judge(recorded("zb-h2", 2, 3, rows=(swapped, second))).violations
+    assert {violation.what.partition(" at ")[0] for violation in violations} == {"longest own span less its work"}
+    assert (violations[0].rank, violations[0].expected, violations[0].observed) == (0, "0", "1")
+
+
+def test_weight_gradients_at_the_end_hold_too_much():
+    rows = []
+    for row in generate("zb-v", 2, 9).rows():
+        late = [cell for cell in row if cell.op is Op.WEIGHT_GRADIENT]
+        rows.append((*(cell for cell in row if cell.op is not Op.WEIGHT_GRADIENT), *late))
+    violations = schedule_activations.judge(recorded("zb-v", 2, 9, rows=rows)).violations
+    assert {(v.rank, v.stage, v.expected, v.observed) for v in violations} == {
+        (0, 0, "at most 4", "9"),
+        (1, 1, "at most 3", "9"),
+        (1, 2, "at most 2", "9"),
+        (0, 3, "at most 1", "9"),
+        (0, None, "at most 4", "18"),
+        (1, None, "at most 4", "18"),
+    }
+
+
+@pytest.mark.parametrize("judged", [schedule_bubble, schedule_activations])
+def test_sizes_at_which_a_family_does_not_exist_do_not_apply(judged):
+    case = Case(topology=Topology.of(pp=2), schedule="dualpipe-v", microbatches=3)
+    verdict = judged.judge(Evidence("literal", case, Promises(), schedule=(("0F0",), ("1F0",))))
+    assert verdict.status == "not applicable"
+    assert "expected 4 or more" in verdict.reason
+
+
+@pytest.mark.parametrize("judged", [schedule_bubble, schedule_activations])
+def test_a_stage_on_two_ranks_is_a_violation(judged):
+    case = Case(topology=Topology.of(pp=2), schedule="1f1b", microbatches=1)
+    rows = (("0F0", "0B0"), ("1F0", "1B0", "0F0"))
+    (violation,) = judged.judge(Evidence("literal", case, Promises(), schedule=rows)).violations
+    assert "stage 0 computes on rank 0 and on rank 1" in violation.observed
+
+
+def test_a_stage_that_the_family_does_not_have_may_hold_nothing():
+    rows = ["0F0 0B0", "1F0 2F0 2B0 1B0"]
+    case = Case(topology=Topology.of(pp=2), schedule="1f1b", microbatches=1)
+    evidence = Evidence("literal", case, Promises(), schedule=tuple(tuple(row.split()) for row in rows))
+    first = schedule_activations.judge(evidence).violations[0]
+    assert (first.rank, first.stage, first.expected, first.observed) == (1, 2, "at most 0", "1")
 
 
 def test_serialised_microbatches_idle_more_than_the_formula():
