@@ -127,6 +127,42 @@ def plant_faults(
     return faults(plan, Worlds(backend, deadline, max_world))
 
 
+@app.command("schedule")
+@_ends
+def judge_schedules(
+    schedules: Annotated[
+        list[str], typer.Argument(metavar="FILE.csv|NAME...", help="torch's CSV, or the name of a family; several")
+    ],
+    pp: Annotated[int | None, typer.Option(help="number of ranks, for a name")] = None,
+    microbatches: Annotated[int | None, typer.Option("--microbatches", "-m", help="number of microbatches")] = None,
+    virtual: Annotated[int | None, typer.Option(help="stages a rank")] = None,
+    family: Annotated[
+        str | None, typer.Option(metavar="NAME", help="compare files with this family's formulas")
+    ] = None,
+    transport: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="what sends wait for; all, and may be given again")
+    ] = None,
+    lowering: Annotated[str, typer.Option(help="how sends and receives are added where there are none")] = "in-order",
+    cost: Annotated[str, typer.Option(metavar="KEY=TIME,...", help="such as F=1,I=1:1:2,W=1,latency=0.1")] = "",
+    timeline: Annotated[bool, typer.Option("--timeline", help="draw in the terminal")] = False,
+    window: Annotated[str | None, typer.Option(metavar="BEGIN:END", help="part of time to draw")] = None,
+    out: Annotated[
+        list[Path] | None,
+        typer.Option("--out", "-o", metavar="FILE", help=".svg, .png, .html or .json; may be given again"),
+    ] = None,
+) -> int:
+    """Judge pipeline schedules, without running them: complete, free of deadlock, as idle and as large as promised.
+
+    Exit status: 0 all hold, 1 violated, 2 usage, 3 something could not be judged.
+    """
+    from invariants.commands.schedule import Plan, schedule
+    from invariants.commands.schedule_sources import Sizes
+
+    sizes = Sizes(pp, microbatches, virtual)
+    plan = Plan(schedules, sizes, family, tuple(transport or ()), lowering, cost, timeline, window, tuple(out or ()))
+    return schedule(plan)
+
+
 @app.command("list")
 @_ends
 def list_invariants() -> int:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from invariants.schedule.activations import curve
 from invariants.schedule.table import ALONE, OPS, B, F, I, W
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ class Chart:
     joint: NDArray[np.bool_]
     start: Floats
     end: Floats
+    timeline: Timeline
     weight: float = 1.0
 
     @classmethod
@@ -65,6 +67,7 @@ class Chart:
             schedule.joint[at] != ALONE,
             timeline.start * unit,
             timeline.end * unit,
+            timeline,
             weight,
         )
 
@@ -72,6 +75,11 @@ class Chart:
         """Where a rank's computations are."""
         first, last = np.searchsorted(self.rank, [rank, rank + 1])
         return slice(int(first), int(last))
+
+    @property
+    def holds(self) -> str:
+        """What `held` counts."""
+        return "microbatches" if self.timeline.costs.activation_bytes is None else "bytes"
 
     def within(self, window: Window) -> NDArray[np.intp]:
         """Which computations take time within the window."""
@@ -92,20 +100,14 @@ class Chart:
         return tuple(kind for kind in KINDS if (self.op == kind).any())
 
     def held(self, rank: int) -> tuple[Floats, Floats]:
-        """Times at which a rank begins or ceases to hold the activations of a microbatch, and how many it then holds.
+        """Times at which what a rank holds changes, and what it holds from then on; from nothing, at time 0.
 
-        Each (stage, microbatch) counts `weight`, from the start of its forward to the end of its full backward, or of
-        its weight gradient. Where some are let go and others begun at one time, it is what the rank holds then.
+        In bytes where the costs tell what a microbatch holds, else in microbatches, one on one stage counting `weight`.
         """
-        where = self.of_rank(rank)
-        op = self.op[where]
-        opens, closes = op == F, (op == B) | (op == W)
-        change = np.where(opens, 1, -1)[opens | closes]
-        times = np.where(opens, self.start[where], self.end[where])[opens | closes]
-        order = np.argsort(times, kind="stable")  # what ends and what starts at one time stay in program order
-        times, held = times[order], np.cumsum(change[order])
-        last = np.append(np.diff(times) > 0, True)[: len(times)]
-        return times[last], held[last] * self.weight
+        steps = curve(self.timeline, rank)
+        last = np.append(np.diff(steps.times) > 0, True)  # of what changes at one time
+        held = steps.microbatches * self.weight if steps.bytes is None else steps.bytes
+        return steps.times[last] * float(self.timeline.unit), held[last].astype(np.float64)
 
     def coverage(self, edges: Floats) -> Iterator[NDArray[np.float64]]:
         """For each rank, which share of each column of time each kind fills [4, columns], in the order of `KINDS`.

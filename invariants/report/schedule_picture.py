@@ -28,12 +28,12 @@ MARGIN_IN: Final = 0.9
 ROW_IN: Final = 0.32
 RANKS_IN: Final = (0.7, 7.0)
 MEMORY_IN: Final = 1.8
-NUMBER_PT: Final = (3.5, 8.0)
+NUMBER_PT: Final = (2.7, 8.0)
 """Least and greatest size of the numbers in boxes."""
 NARROWEST_PT: Final = 1.5
 """Width of a computation below which each column of the picture has the mean colour of what happens in it."""
 DPI: Final = 120
-FINE_DPI: Final = 240
+FINE_DPI: Final = 300
 """Of a picture with small numbers."""
 SMALL_PT: Final = 6.0
 CURVES: Final = 6
@@ -154,10 +154,16 @@ def _draw_numbers(axis: Axes, chart: Chart, shown: NDArray[np.intp], size: float
     """The microbatch in each box."""
     top, bottom = _extent(chart)
     for index in shown.tolist():
-        x, y = (chart.start[index] + chart.end[index]) / 2, (top[index] + bottom[index]) / 2
-        colour = "white" if chart.chunk[index] else "black"
-        look = {"ha": "center", "va": "center_baseline", "size": size, "color": colour, "clip_on": True}
-        axis.text(x, y, str(chart.microbatch[index]), **look)
+        axis.text(
+            (chart.start[index] + chart.end[index]) / 2,
+            (top[index] + bottom[index]) / 2,
+            str(chart.microbatch[index]),
+            ha="center",
+            va="center_baseline",
+            size=size,
+            color="white" if chart.chunk[index] else "black",
+            clip_on=True,
+        )
 
 
 def _draw_columns(axis: Axes, chart: Chart, page: _Page) -> None:
@@ -183,11 +189,12 @@ def _draw_memory(axis: Axes, charts: Sequence[Chart]) -> None:
         peak = float(held.max(initial=0))
         highest = max(highest, peak)
         label = f"rank {rank}" if len(charts) == 1 else f"{chart.name}, rank {rank}"
-        times, held = np.r_[0, times, chart.makespan], np.r_[0, held, 0]
+        times, held = np.append(times, chart.makespan), np.append(held, held[-1])
         axis.step(times, held, where="post", label=f"{label}: {peak:g}", color=f"C{number}", linewidth=1.4)
-    axis.set_title("microbatches in flight, and the most of each rank", loc="left", fontsize=10)
+    axis.set_title(f"{charts[0].holds} in flight, and the most of each rank", loc="left", fontsize=10)
     axis.set_ylim(0, highest * 1.3 + 0.5)
     axis.locator_params(axis="y", integer=True)
+    axis.ticklabel_format(axis="y", style="plain", useOffset=False)
     axis.grid(axis="y", linewidth=0.4)
     axis.legend(loc="upper right", ncols=CURVES + 1, fontsize=8)
 

@@ -21,7 +21,7 @@ UNIT_US: Final = 1000
 def write_trace(file: TextIO, charts: Sequence[Chart], about: Mapping[str, Any]) -> None:
     """Write the charts, each as a process with a thread a rank, and `about` as what is said beside them.
 
-    A rank has a counter of what it holds, in microbatches of one stage. Written event by event, so that memory does not
+    A rank has a counter of what it holds. Written event by event, so that memory does not
     grow with their number.
     """
     head = {"displayTimeUnit": "ms", "otherData": {**about, "unit": f"1 unit of the costs is {UNIT_US} us"}}
@@ -68,7 +68,7 @@ def _counter(process: int, chart: Chart, rank: int) -> Iterator[str]:
     for ts, count in zip(_microseconds(times).tolist(), held.tolist(), strict=True):
         yield (
             f'{{"name": "in flight, rank {rank}", "ph": "C", "ts": {ts}, "pid": {process}, '
-            f'"args": {{"microbatches": {count}}}}}'
+            f'"args": {{"{chart.holds}": {count:.15g}}}}}'
         )
 
 

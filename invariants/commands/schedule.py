@@ -1,0 +1,93 @@
+"""`invariants schedule`: judge schedules from files or by name, print and draw them."""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+
+from invariants.commands.schedule_judge import Judged, judge
+from invariants.commands.schedule_sources import Sizes, costs, lowering, outputs, scaled, sources, transports, window
+from invariants.commands.session import UNKNOWN, VIOLATED, exit_status
+from invariants.errors import UsageError
+from invariants.report import document, schedule_tables, terminal
+from invariants.report.schedule_chart import Chart, Window
+from invariants.report.schedule_terminal import timeline_text
+from invariants.report.schedule_trace import write_trace
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to judge and what to show: the options as they are given."""
+
+    given: Sequence[str]
+    sizes: Sizes
+    family: str | None
+    transport: Sequence[str]
+    lowering: str
+    cost: str
+    timeline: bool
+    window: str | None
+    out: Sequence[Path]
+
+
+def schedule(plan: Plan) -> int:
+    """Judge, print and draw; returns the exit status. A user's mistake raises, before anything is written."""
+    out = outputs(plan.out)
+    part = window(plan.window)
+    wanted, how, price = transports(plan.transport), lowering(plan.lowering), costs(plan.cost)
+    found = [*sources(plan.given, plan.sizes, plan.family)]
+    weights = [Fraction(min(each.virtual for each in found), source.virtual) for source in found]
+    judged = [
+        judge(source, wanted, how, scaled(price, weight), weight) for source, weight in zip(found, weights, strict=True)
+    ]
+    charts = [chart for each in judged if (chart := _chart(each))]
+    if (plan.timeline or out) and not charts:
+        print("nothing to draw: no schedule that was given ends", file=sys.stderr)
+    if part and charts and part[0] >= (last := max(chart.makespan for chart in charts)):
+        raise UsageError(f"--window {plan.window}: begins after the last makespan, {last:g}")
+    status = exit_status(line.verdict for each in judged for line in each.lines)
+    _print(plan, judged, charts, part)
+    for path, form in out if charts else ():
+        try:
+            _write(path, form, judged, charts, part)
+        except OSError as error:
+            print(f"-o {path}: could not be written: {error.strerror}", file=sys.stderr)
+            status = status if status == VIOLATED else UNKNOWN
+    return status
+
+
+def _chart(judged: Judged) -> Chart | None:
+    if judged.measured is None:
+        return None
+    return Chart.of(
+        judged.source.name, schedule_tables.headline(judged), judged.measured.timeline, float(judged.weight)
+    )
+
+
+def _print(plan: Plan, judged: Sequence[Judged], charts: Sequence[Chart], part: Window | None) -> None:
+    console = terminal.console(sys.stdout)
+    for piece in schedule_tables.everything(judged):
+        console.print(piece, soft_wrap=isinstance(piece, str))
+    for chart in charts if plan.timeline else ():
+        console.print()
+        console.print(timeline_text(chart, console.width, part), soft_wrap=True)
+
+
+def _write(path: Path, form: str, judged: Sequence[Judged], charts: Sequence[Chart], part: Window | None) -> None:
+    from invariants.report.schedule_picture import write_picture
+
+    with document.whole(path) as file:
+        if form == "json":
+            text = io.TextIOWrapper(file, "utf-8")
+            write_trace(text, charts, {"verdicts": schedule_tables.verdicts(judged)})
+            text.detach()
+        elif form == "html":
+            picture = io.BytesIO()
+            write_picture(picture, "svg", charts, part)
+            file.write(schedule_tables.page(judged, picture.getvalue().decode()).encode())
+        else:
+            write_picture(file, form, charts, part)
