@@ -53,6 +53,13 @@ def evaluate(schedule: Schedule | Sequence[Row], transport: str) -> Outcome:
     )
 
 
+def ends(schedule: Schedule | Sequence[Row], transport: str) -> bool:
+    """Whether it ends: `evaluate(schedule, transport).finished`, without the words."""
+    wiring = wire(as_schedule(schedule), transport)
+    through = bool((run(wiring.network).reached == wiring.network.queues[1:]).all())
+    return through and not (wiring.posts and bool((wiring.partner == NOBODY).any()))
+
+
 def _last(schedule: Schedule, rest: Rest, rank: int) -> Cell | None:
     begin, end = schedule.starts[rank], schedule.starts[rank + 1]
     done = np.flatnonzero((rest.state[begin:end] == DONE) & (schedule.op[begin:end] != IDLE))

@@ -132,6 +132,18 @@ class Schedule:
         """Cell of an action in its rank's row, empty cells counted."""
         return int(np.count_nonzero(self.joint[self.starts[self.place(index)[0]] : index + 1] != NEXT)) - 1
 
+    def kept(self, keep: Flags, ranks: Ints | None = None) -> Schedule:
+        """The actions that `keep` [A] marks, in their order, on these ranks only; None: on all of them."""
+        cell = np.cumsum(self.joint != NEXT)[keep]
+        joint = self.joint[keep].copy()
+        compound = joint != ALONE
+        joint[compound] = np.where(np.diff(cell, prepend=0)[compound] > 0, FIRST, NEXT)
+        lengths = np.add.reduceat(np.append(keep, False), self.starts[:-1], dtype=np.int64)
+        lengths[np.diff(self.starts) == 0] = 0
+        if ranks is not None:
+            lengths = lengths[ranks]
+        return Schedule.of_arrays(lengths, self.op[keep], self.stage[keep], self.microbatch[keep], joint)
+
     def __len__(self) -> int:
         """Number of actions."""
         return len(self.op)
