@@ -153,55 +153,6 @@ def test_the_makespan_convention_literally():
     assert own_idle("zb-v", 4, 8) == 0
 
 
-def published(name, ranks, costs):
-    """What the papers' tables say of the own span: arXiv:2401.10241, table 2 and section 6, and DeepSeek's DualPipe."""
-    forward, inputs, weights = costs.forward, costs.input_gradient, costs.weight_gradient
-    pair = forward + inputs + weights if costs.overlapped is None else costs.overlapped
-    each = {
-        "zb-h1": forward + inputs - weights,
-        "zb-h2": max(0, forward + inputs - 2 * weights),
-        "dualpipe-v": pair + inputs + weights - 3 * weights,
-    }
-    return (ranks - 1) * each[name]
-
-
-@given(data=st.data(), ranks=st.integers(1, 16), more=st.integers(0, 20))
-def test_published_zero_bubble_formulas_hold_where_weights_take_no_longer_than_forwards(data, ranks, more):
-    forward, inputs, weights = data.draw(
-        costs_within("zb-v").map(lambda c: (c.forward, c.input_gradient, c.weight_gradient))
-    )
-    costs = Costs(forward, inputs, weights)
-    assert own_idle("zb-h1", ranks, ranks + more, costs=costs) == published("zb-h1", ranks, costs)
-    assert own_idle("zb-h2", ranks, 2 * ranks - 1 + more, costs=costs) == published("zb-h2", ranks, costs)
-
-
-@pytest.mark.parametrize(
-    ("name", "costs", "found", "paper"),
-    [("zb-h1", Costs(1, 3, 2), 9, 6), ("zb-h1", Costs(1, 1, 2), 3, 0), ("zb-h2", Costs(1, 3, 2), 6, 0)],
-)
-def test_published_zero_bubble_formulas_fail_where_weights_take_longer_than_forwards(name, costs, found, paper):
-    for microbatches in (7, 8, 40):
-        assert measured(generate(name, 4, microbatches), costs)[2] == own_idle(name, 4, microbatches, 1, costs) == found
-    assert published(name, 4, costs) == paper
-
-
-@given(ranks=st.integers(1, 16), more=st.integers(0, 20), data=st.data())
-def test_what_dualpipes_table_says_is_an_upper_bound(ranks, more, data):
-    weights, forward, inputs = sorted(data.draw(st.lists(COST, min_size=3, max_size=3)))
-    backward = inputs + weights
-    pair = data.draw(st.fractions(max(forward, backward), forward + backward, max_denominator=60))
-    costs = Costs(forward, inputs, weights, pair)
-    assert own_idle("dualpipe-v", ranks, 2 * ranks + more, costs=costs) <= published("dualpipe-v", ranks, costs)
-    alike = Costs(forward, forward, forward)
-    assert own_idle("dualpipe-v", ranks, 2 * ranks + more, costs=alike) == published("dualpipe-v", ranks, alike)
-
-
-def test_dualpipes_table_says_too_much_where_overlap_saves_time():
-    costs = Costs(10, 11, 7, 20)
-    assert measured(generate("dualpipe-v", 8, 20), costs)[2] == own_idle("dualpipe-v", 8, 20, costs=costs) == 64
-    assert published("dualpipe-v", 8, costs) == 119
-
-
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
 @settings(max_examples=100, deadline=None)
 @given(data=st.data(), size=st.sampled_from(GRID))
