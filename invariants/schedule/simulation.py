@@ -61,7 +61,8 @@ def _run_compiled(program: Program, trace: Trace) -> None:
                 if need < 0 or made[cell + owns[op]] < 0:
                     waits[rank] = cell + needs[op]
                     break
-                ready = max(ready, arrives[need])
+                if op != W:
+                    ready = max(ready, arrives[need])
                 cost += took[op, cell >> bits]
                 last += 1
             if waits[rank] >= 0:

@@ -15,6 +15,7 @@ from invariants.errors import InvariantsError
 from invariants.schedule.actions import Action, Row
 from invariants.schedule.computations import Computations, computations
 from invariants.schedule.costs import Costs, Ticks, ticks
+from invariants.schedule.critical import critical_path
 from invariants.schedule.simulation import run
 from invariants.schedule.table import OPS, B, F, I, Schedule, W, as_schedule
 from invariants.schedule.waves import Trace
@@ -103,6 +104,10 @@ class Timeline:
         end: where neighbouring iterations overlap, the wait before and the wait after are not lost.
         """
         return tuple(span - busy for span, busy in zip(self.span, self.busy, strict=True))
+
+    def critical_path(self) -> tuple[str, ...]:
+        """What the makespan is bound by, in words: "36 of 40 time units compute on stage 3", "4 wait on link 2->3"."""
+        return critical_path(self).sentences()
 
     @cached_property
     def _bounds(self) -> tuple[NDArray[Any], NDArray[Any]]:

@@ -70,7 +70,7 @@ def run_in_waves(p: Program, t: Trace) -> None:
             part = first + np.minimum(place, size - 1)
             maker = made[need[part]]
             missing = np.where((missing < 0) & ((maker < 0) | (made[own[part]] < 0)), need[part], missing)
-            ready = np.maximum(ready, t.arrives[maker])
+            ready = np.maximum(ready, np.where(op[part] == W, 0, t.arrives[maker]))
         waits[active] = missing
         goes = missing < 0
         active, first, size, ready = active[goes], first[goes], size[goes], ready[goes]

@@ -112,7 +112,8 @@ class Slow:
         self.costs, self.stages = costs, schedule.stages
         self.home = {stage: int(rank) for stage, rank in enumerate(schedule.placement)}
         self.planned = {action for row in schedule.rows() for cell in row for action in actions_of(cell)}
-        self.arrived, self.link_free, self.rank_free = {}, defaultdict(Fraction), defaultdict(Fraction)
+        self.end, self.arrived = {}, {}
+        self.link_free, self.rank_free = defaultdict(Fraction), defaultdict(Fraction)
         self.spans = [[] for _ in range(schedule.ranks)]
         queues = [[cell for cell in row if actions_of(cell)[0].op.computes] for row in schedule.rows()]
         while any(queues):
@@ -142,15 +143,16 @@ class Slow:
         return {"F": forward, "I": inputs, "W": weights, "B": inputs + weights}[action.op.value]
 
     def do(self, rank, actions):
-        wanted = [need for action in actions for need in needs(action, self.stages) if need in self.arrived]
-        start = max([self.rank_free[rank], *(self.arrived[need] for need in wanted)])
+        wanted = [(action, need) for action in actions for need in needs(action, self.stages) if need in self.arrived]
+        times = [(self.end if need.stage == action.stage else self.arrived)[need] for action, need in wanted]
+        start = max([self.rank_free[rank], *times])
         time = sum(map(self.price, actions))
         if len(actions) > 1 and self.costs.overlapped is not None:
             time = self.of_stage(self.costs.overlapped, actions[0].stage)
         self.rank_free[rank] = end = start + time
         for action in actions:
             self.spans[rank].append((str(action), start, end))
-            self.arrived[action] = max(end, self.send(rank, action))
+            self.end[action], self.arrived[action] = end, max(end, self.send(rank, action))
 
     def send(self, rank, action):
         to = action.stage + (1 if action.op is Op.FORWARD else -1)
@@ -222,6 +224,12 @@ def test_a_message_arrives_after_latency_and_transfer_and_the_next_one_waits_for
     rows = read("0F0 0F1", "1F0 1F1")
     late = Costs(1, latency=10, bandwidth=2, message_bytes=8)
     assert spans(simulate(rows, late))[1] == [("1F0", 15, 16), ("1F1", 19, 20)]
+
+
+@pytest.mark.usefixtures("way")
+def test_what_is_sent_away_is_there_at_once_for_its_own_stage():
+    rows = read("0F0 0I0 0W0", "1F0 1I0 1W0")
+    assert spans(simulate(rows, Costs(latency=10)))[1] == [("1F0", 11, 12), ("1I0", 12, 13), ("1W0", 13, 14)]
 
 
 @pytest.mark.usefixtures("way")
