@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Final, Literal, NamedTuple
 
+import numpy as np
+
 from invariants.commands.schedule_sources import Source
 from invariants.errors import UsageError
 from invariants.report.schedule_chart import picked
@@ -16,8 +18,10 @@ from invariants.schedule.completeness import misordered, missing
 from invariants.schedule.costs import Costs
 from invariants.schedule.inventory import Inventory
 from invariants.schedule.lowering import lower
+from invariants.schedule.minimal import smallest
 from invariants.schedule.order import Outcome, evaluate
 from invariants.schedule.table import Schedule
+from invariants.schedule.text import format_csv
 from invariants.schedule.timeline import NeverEnds, Timeline, simulate
 
 Verdict = Literal["holds", "violated", "unknown", "not applicable"]
@@ -28,6 +32,8 @@ NOT_APPLICABLE: Final = "not applicable"
 NO_FAMILY: Final = "a file has no formula of its own: --family names one to compare with"
 LAST: Final = 16
 """Ranks of which the last cell is told; of more, each k-th and the last."""
+SMALL: Final = 200
+"""Actions of a smallest part up to which it is printed."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +130,7 @@ def _deadlock(lowered: Schedule, transport: str) -> Line:
         return Line(check, HOLDS, "ends, each receive with its own message")
     if outcome.finished:
         return Line(check, VIOLATED, f"ends on wrong data: {outcome.mismatches[0]}", outcome.mismatches)
-    return Line(check, VIOLATED, _waits(outcome), outcome.cycle, [*_notes(outcome, lowered)])
+    return Line(check, VIOLATED, _waits(outcome), outcome.cycle, [*_notes(outcome, lowered, transport)])
 
 
 def _waits(outcome: Outcome) -> str:
@@ -133,10 +139,15 @@ def _waits(outcome: Outcome) -> str:
     return "; ".join(outcome.cycle)
 
 
-def _notes(outcome: Outcome, lowered: Schedule) -> Iterator[str]:
-    """The last cell that each rank got done."""
+def _notes(outcome: Outcome, lowered: Schedule, transport: str) -> Iterator[str]:
+    """The last cell that each rank got done, and the smallest part of the schedule that deadlocks as well."""
     done = (f"rank {rank}: {outcome.last[rank] or 'nothing'}" for rank in picked(lowered.ranks, LAST))
     yield f"last done  {', '.join(done)}"
+    small = smallest(lowered, transport)
+    microbatches = len(np.unique(small.microbatch[small.microbatch >= 0]))
+    yield f"smallest   {small.ranks} ranks and {microbatches} microbatches of it deadlock as well"
+    if len(small) <= SMALL:
+        yield from (f"           {row}" for row in format_csv(small).splitlines())
 
 
 def _bubble(source: Source, timeline: Timeline) -> Line:

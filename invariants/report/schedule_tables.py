@@ -102,7 +102,7 @@ def sizes(judged: Judged) -> str:
 
 def _verdicts(judged: Judged) -> Grid:
     rows = [(line.check, line.verdict, line.detail) for line in judged.lines]
-    note = f"sends and receives were added {judged.lowering}" if judged.lowering else ""
+    note = f"sends and receives: added by the lowering {judged.lowering}" if judged.lowering else ""
     return Grid(headline(judged), ("check", "verdict", "found"), rows, note)
 
 
@@ -117,8 +117,8 @@ def _ranks(measured: Measured) -> Grid:
         row = [str(rank), ", ".join(map(str, stages)), number(timeline.busy[rank])]
         row += [share(timeline.idle_share[rank]), number(timeline.own_idle[rank]), str(peaks.rank[rank])]
         rows.append(row + ([str(peaks.rank_bytes[rank])] if peaks.rank_bytes is not None else []))
-    note = "" if len(rows) == schedule.ranks else f"{len(rows)} of {schedule.ranks} ranks"
-    return Grid("", header, rows, note)
+    some = "" if len(rows) == schedule.ranks else f"{len(rows)} of {schedule.ranks} ranks; "
+    return Grid("", header, rows, f"{some}bound by: {', '.join(timeline.critical_path())}")
 
 
 def _comparison(judged: Sequence[Judged]) -> Grid:
@@ -130,7 +130,7 @@ def _comparison(judged: Sequence[Judged]) -> Grid:
     for name, figure in _FIGURES.items():
         rows.append([name, *(figure(each.measured, each.weight) if each.measured else "" for each in judged)])
     rows = [row for row in rows if any(row[1:])]
-    rows.append(["sends and receives added", *(each.lowering or "" for each in judged)])
+    rows.append(["lowering", *(each.lowering or "its own" for each in judged)])
     same = all(each.weight == 1 for each in judged)
     return Grid("", ["", *(each.source.name for each in judged)], rows, "" if same else WEIGHTS)
 
@@ -156,7 +156,7 @@ _FIGURES: Final[Mapping[str, Callable[[Measured, Fraction], str]]] = {
 
 
 def texts(judged: Judged) -> Iterator[str]:
-    """What is wrong with a schedule, at length, a text for each check that does not hold; and what it is bound by."""
+    """What is wrong with a schedule, at length: a text for each check that does not hold."""
     told: dict[tuple[str, ...], str] = {}
     for line in judged.lines:
         problems = tuple(line.problems)

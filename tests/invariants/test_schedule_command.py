@@ -20,8 +20,9 @@ from invariants.schedule.actions import parse_rows
 from invariants.schedule.costs import Costs
 from invariants.schedule.families import FAMILIES, generate
 from invariants.schedule.lowering import lower
+from invariants.schedule.order import evaluate
 from invariants.schedule.table import Schedule
-from invariants.schedule.text import format_csv
+from invariants.schedule.text import format_csv, parse_csv
 
 ROOT = Path(__file__).parents[2]
 
@@ -120,6 +121,10 @@ def test_a_deadlock_is_told_with_its_cycle_the_last_actions_and_the_smallest(com
     assert len(waits) >= 2
     assert {source for source, _ in waits} == {target for _, target in waits}
     assert "last done  rank 0: " in told
+    assert "smallest   2 ranks and 2 microbatches of it deadlock as well" in told
+    small = re.findall(r"^ +(\S+)$", told, re.MULTILINE)
+    assert len(small) == 2
+    assert not evaluate(parse_csv("\n".join(small), "small"), "blocking").finished
 
 
 def test_messages_that_swap_are_told(command, file):
@@ -136,13 +141,14 @@ def test_a_file_is_judged_as_it_is(command, file):
     name = file("0F0,0F1,0B0,0B1", "1F0,1B0,1F1,1B1")
     status, out, _ = command(name)
     assert status == 0
+    assert re.search(r"^bound by: \d of 9 time units compute on stage \d", out, re.MULTILINE)
     assert out.startswith("mine.csv: 2 ranks, 2 microbatches")
     assert cells(out, "bubble")[0] == cells(out, "activations")[0] == "not applicable"
-    assert "sends and receives were added in-order" in out
+    assert "sends and receives: added by the lowering in-order" in out
     lowered = file(*format_csv(lower(generate("1f1b", 2, 2), "receive-first")).splitlines())
     status, out, _ = command(lowered)
     assert status == 0
-    assert "sends and receives were added" not in out
+    assert "added by the lowering" not in out
 
 
 def test_a_file_is_compared_with_a_family(command, file):
