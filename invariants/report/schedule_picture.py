@@ -122,6 +122,7 @@ def _draw(axis: Axes, page: _Page, number: int) -> None:
     axis.set_yticks(ticks, [f"rank {rank}" for rank in ticks])
     axis.tick_params(axis="y", length=0)
     if chart.shortest(shown) * _point(page.window) < NARROWEST_PT:
+        axis.set_title("mean colours: single computations are too narrow here", loc="right", fontsize=9)
         _draw_columns(axis, chart, page)
         return
     axis.barh(range(chart.ranks), chart.makespan, height=0.92, color=IDLE_COLOUR)
@@ -183,18 +184,21 @@ def _draw_columns(axis: Axes, chart: Chart, page: _Page) -> None:
 
 def _draw_memory(axis: Axes, charts: Sequence[Chart]) -> None:
     """What ranks hold over time: of one chart all ranks or some, of several the rank that holds most."""
+    from matplotlib.ticker import EngFormatter
+
     highest = 0.0
+    amount = EngFormatter("B" if charts[0].holds == "bytes" else "")
     for number, (chart, rank) in enumerate(_curves(charts)):
         times, held = chart.held(rank)
         peak = float(held.max(initial=0))
         highest = max(highest, peak)
         label = f"rank {rank}" if len(charts) == 1 else f"{chart.name}, rank {rank}"
         times, held = np.append(times, chart.makespan), np.append(held, held[-1])
-        axis.step(times, held, where="post", label=f"{label}: {peak:g}", color=f"C{number}", linewidth=1.4)
+        axis.step(times, held, where="post", label=f"{label}: {amount(peak)}", color=f"C{number}", linewidth=1.4)
     axis.set_title(f"{charts[0].holds} in flight, and the most of each rank", loc="left", fontsize=10)
     axis.set_ylim(0, highest * 1.3 + 0.5)
     axis.locator_params(axis="y", integer=True)
-    axis.ticklabel_format(axis="y", style="plain", useOffset=False)
+    axis.yaxis.set_major_formatter(amount)
     axis.grid(axis="y", linewidth=0.4)
     axis.legend(loc="upper right", ncols=CURVES + 1, fontsize=8)
 

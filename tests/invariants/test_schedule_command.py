@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
@@ -286,8 +287,28 @@ def test_files_of_each_form_are_written_whole(command, tmp_path):
     page = (tmp_path / "out.html").read_text()
     assert page.count("<svg") == page.count("</svg>") == 1
     assert "<th>zb-v</th>" in page
+    balanced(page)
     assert not re.search(r"(src|href)=\"http", page)
     assert (tmp_path / "out.svg").read_text().startswith("<?xml")
+
+
+def balanced(page):
+    """Each element that is opened is closed, in order."""
+    opened = []
+
+    class Reader(HTMLParser):
+        def handle_starttag(self, tag, attrs):
+            if tag != "meta":
+                opened.append(tag)
+
+        def handle_startendtag(self, tag, attrs):
+            pass
+
+        def handle_endtag(self, tag):
+            assert opened.pop() == tag
+
+    Reader().feed(page)
+    assert not opened
 
 
 def test_a_page_escapes_the_names_of_files(command, file, tmp_path):

@@ -58,6 +58,7 @@ def test_numbers_that_do_not_fit_are_left_out():
 def test_boxes_too_narrow_become_an_image_with_the_same_legend():
     svg = drawn([chart("1f1b", 2, 2000)])
     assert b"<image" in svg
+    assert "mean colours: single computations are too narrow here" in texts(svg)
     assert "F forward" in texts(svg)
     assert len(svg) < 1_000_000
 
@@ -85,6 +86,11 @@ def test_a_png_is_one_and_wide_enough():
 def test_several_schedules_share_one_scale_of_time_and_are_named_at_their_memory():
     found = texts(drawn([chart("gpipe", 4, 8), chart("1f1b", 4, 8)]))
     assert {"gpipe: a title", "1f1b: a title", "gpipe, rank 0: 8", "1f1b, rank 0: 4"} <= set(found)
+
+
+def test_bytes_are_drawn_where_they_are_known():
+    found = texts(drawn([chart("1f1b", 2, 3, Costs(activation_bytes=(3_000_000, 500)))]))
+    assert {"bytes in flight, and the most of each rank", "rank 0: 6 MB", "rank 1: 500 B"} <= set(found)
 
 
 def test_a_window_leaves_out_what_is_outside():
