@@ -42,7 +42,7 @@ class CriticalPath:
         whole = sum([*self.compute.values(), *self.wait.values()], Fraction())
         causes = [(time, "compute on", "stage", on) for on, time in sorted(self.compute.items())]
         causes += [(time, "wait on", "link", on) for on, time in sorted(self.wait.items())]
-        causes = sorted((cause for cause in causes if cause[0]), key=lambda cause: -cause[0])
+        causes = sorted((cause for cause in causes if cause[0] > 0), key=lambda cause: -cause[0])
         said = [(time, f"{verb} {_name(kind, on)}") for time, verb, kind, on in causes[:_NAMED]]
         for verb, kind in (("compute on", "stage"), ("wait on", "link")):
             rest = [cause[0] for cause in causes[_NAMED:] if cause[2] == kind]
@@ -71,14 +71,13 @@ class _Walk:
 
     def path(self) -> CriticalPath:
         """The whole chain."""
-        start, end = self.trace.start, self.trace.end
         steps: list[int] = []
         place: int | None = int(self.timeline.end.argmax()) if len(self.work.code) else None
         while place is not None:
             cell = self.cell(place)
             steps.append(cell.start)
             stages = tuple(sorted({self.message(part)[1] for part in cell}))
-            self.compute[stages] += (end[cell.start] - start[cell.start]).item()
+            self.compute[stages] += self.cost(cell)
             place = self.before(cell)
         time = self.timeline.time
         return CriticalPath(
@@ -96,6 +95,13 @@ class _Walk:
             last += 1
         return range(first, last)
 
+    def cost(self, cell: range) -> Any:
+        """Time that a cell takes."""
+        overlapped = self.ticks.pair[self.message(cell.start)[1]].item()
+        if len(cell) > 1 and overlapped >= 0:
+            return overlapped
+        return sum(self.ticks.took[self.work.code[part] & 3, self.message(part)[1]].item() for part in cell)
+
     def message(self, place: int) -> tuple[int, int, int]:
         """What a computation makes: its kind, stage and microbatch."""
         code = int(self.work.code[place])
@@ -105,20 +111,21 @@ class _Walk:
 
     def before(self, cell: range) -> int | None:
         """What the cell's start was waiting for; None where it starts with the schedule."""
-        start, end = self.trace.start[cell.start], self.trace.end
-        if start == 0:
+        end = self.trace.end
+        start = end[cell.start] - self.cost(cell)
+        if start <= self.slack:
             return None
         rank = int(np.searchsorted(self.work.offsets, cell.start, side="right")) - 1
         previous = cell.start - 1 if cell.start > self.work.offsets[rank] else None
-        if previous is not None and end[previous] == start:
+        if previous is not None and start - end[previous] <= self.slack:
             return previous
         for part in cell:
             kind, stage, microbatch = self.message(part)
             row = stage if kind == FROM_FORWARD else stage + 1
             maker = int(self.trace.made[kind, row, microbatch])
-            if self.work.code[part] & 3 != W and self.trace.arrives[maker] == start:
+            if self.work.code[part] & 3 != W and start - self.trace.arrives[maker] <= self.slack:
                 sender = self.head(maker)
-                if end[sender] < start:
+                if self.sends(maker):
                     self.wait[self.link(maker)] += (start - end[sender]).item()
                 return sender
         assert previous is not None, "what starts late has waited for something"

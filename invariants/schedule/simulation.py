@@ -20,10 +20,10 @@ def run(work: Computations, times: Ticks, hold: bool) -> Trace:
     size, stages, kind = len(work.code), len(work.home), times.took.dtype
     end = np.zeros(size + 1, kind)
     trace = Trace(
-        start=np.zeros(size + 1, kind),
         end=end,
         arrives=np.zeros(size + 1, kind) if times.links else end,
         made=np.full((2, stages + 1, 1 << work.bits), -1, np.int32),
+        begin=np.zeros(len(work.offsets) - 1, kind),
         busy=np.zeros(len(work.offsets) - 1, kind),
         stopped=work.offsets[:-1].copy(),
     )
@@ -44,7 +44,7 @@ def run(work: Computations, times: Ticks, hold: bool) -> Trace:
 def _run_compiled(program: Program, trace: Trace) -> None:
     # Out of the tuples first: taking an array out of one counts a reference, and costs more than a step.
     code, bits, offsets, home, cells, took, pair, link_of, transfer, latency, links, hold = program
-    start, end, arrives, table, busy, stopped = trace
+    end, arrives, table, begin, busy, stopped = trace
     needs, owns, makes, made = cells[0], cells[1], cells[2], table.ravel()
     ranks, stages = len(busy), len(home)
     free, queue = np.zeros_like(busy), np.zeros(links, busy.dtype)
@@ -70,10 +70,12 @@ def _run_compiled(program: Program, trace: Trace) -> None:
             if last - here > 1 and pair[code[here] >> 3 >> bits] >= 0:
                 cost = pair[code[here] >> 3 >> bits]
             busy[rank] += cost
+            if here == offsets[rank]:
+                begin[rank] = ready
             now = done = ready + cost
             for place in range(here, last):
                 op, cell = code[place] & 3, code[place] >> 3
-                start[place], end[place], arrives[place] = ready, done, done
+                end[place] = arrives[place] = done
                 stage, cell = cell >> bits, cell + makes[op]
                 if op != W and made[cell] < 0:
                     made[cell] = place

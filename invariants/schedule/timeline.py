@@ -18,7 +18,7 @@ from invariants.schedule.costs import Costs, Ticks, ticks
 from invariants.schedule.critical import critical_path
 from invariants.schedule.simulation import run
 from invariants.schedule.table import OPS, B, F, I, Schedule, W, as_schedule
-from invariants.schedule.waves import Trace
+from invariants.schedule.waves import Trace, cells
 
 
 class NeverEnds(InvariantsError):
@@ -46,10 +46,12 @@ class Timeline:
         """Place of each computation in the schedule [C]."""
         return _places(self.schedule)
 
-    @property
+    @cached_property
     def start(self) -> NDArray[Any]:
         """Tick at which each computation starts [C]."""
-        return self.trace.start[:-1]
+        lead, cost = cells(self.work.code, self.work.bits, self.ticks.took, self.ticks.pair)
+        start: NDArray[Any] = self.end - np.repeat(cost, np.diff(lead))
+        return start
 
     @property
     def end(self) -> NDArray[Any]:
@@ -78,7 +80,7 @@ class Timeline:
     @cached_property
     def makespan(self) -> Fraction:
         """Time at which the last computation is done."""
-        return self.time(self._bounds[1].max(initial=0))
+        return self.time(self._last.max(initial=0))
 
     @cached_property
     def busy(self) -> tuple[Fraction, ...]:
@@ -93,8 +95,7 @@ class Timeline:
     @cached_property
     def span(self) -> tuple[Fraction, ...]:
         """A rank's own time, from its first start to its last end [R]."""
-        first, last = self._bounds
-        return tuple(map(self.time, last - first))
+        return tuple(map(self.time, self._last - self.trace.begin))
 
     @cached_property
     def own_idle(self) -> tuple[Fraction, ...]:
@@ -110,11 +111,9 @@ class Timeline:
         return critical_path(self).sentences()
 
     @cached_property
-    def _bounds(self) -> tuple[NDArray[Any], NDArray[Any]]:
-        """First start and last end of each rank [R], 0 where it computes nothing."""
-        filled = np.diff(self.offsets) > 0
-        first = np.where(filled, self.trace.start[self.offsets[:-1]], 0)
-        return first, np.where(filled, self.trace.end[self.offsets[1:] - 1], 0)
+    def _last(self) -> NDArray[Any]:
+        """Last end of each rank [R], 0 where it computes nothing."""
+        return np.where(np.diff(self.offsets) > 0, self.trace.end[self.offsets[1:] - 1], 0)
 
 
 def simulate(schedule: Schedule | Iterable[Row], costs: Costs | None = None) -> Timeline:

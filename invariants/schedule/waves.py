@@ -34,18 +34,18 @@ class Program(NamedTuple):
 class Trace(NamedTuple):
     """What comes out, for C computations of S stages.
 
-    `start`, `end`, `arrives` [C+1]: when each begins, is done, and when its result is where it is needed (`end` itself
-    where messages cost nothing); the last entry stands for what exists from the beginning, at time 0. `made`
-    [2, S+1, 2^bits] (int32): which computation made the output of stage s, in `made[0, s+1]`, and the gradient of its
-    input, in `made[1, s]`; -1 where none did, C for what exists from the beginning, the input of the first stage and
-    the gradient of the last one's output. `busy` [R]: time for which each rank computes. `stopped` [R] (int64): the
-    computation at which each rank waits for ever, its last one plus one where it ends.
+    `end`, `arrives` [C+1]: when each is done, and when its result is where it is needed (`end` itself where messages
+    cost nothing); the last entry stands for what exists from the beginning, at time 0. `made` [2, S+1, 2^bits] (int32):
+    which computation made the output of stage s, in `made[0, s+1]`, and the gradient of its input, in `made[1, s]`; -1
+    where none did, C for what exists from the beginning, the input of the first stage and the gradient of the last
+    one's output. `begin` and `busy` [R]: when each rank begins, and for how long it computes. `stopped` [R] (int64):
+    the computation at which each rank waits for ever, its last one plus one where it ends.
     """
 
-    start: NDArray[Any]
     end: NDArray[Any]
     arrives: NDArray[Any]
     made: NDArray[np.int32]
+    begin: NDArray[Any]
     busy: NDArray[Any]
     stopped: NDArray[np.int64]
 
@@ -55,7 +55,7 @@ def run_in_waves(p: Program, t: Trace) -> None:
     op, entry = p.code & 3, p.code >> 3
     stage = entry >> p.bits
     need, own, make = (entry + row.astype(entry.dtype)[op] for row in p.cells)
-    lead, cost = _cells(p, op, stage)
+    lead, cost = cells(p.code, p.bits, p.took, p.pair)
     sizes = np.diff(lead)
     width = int(sizes.max(initial=0))
     made, home = t.made.ravel(), np.append(p.home, -1)
@@ -75,15 +75,16 @@ def run_in_waves(p: Program, t: Trace) -> None:
         goes = missing < 0
         active, first, size, ready = active[goes], first[goes], size[goes], ready[goes]
         time = cost[cell[active]]
-        done = ready + time
+        begins = first == p.offsets[active]
+        t.begin[active[begins]] = ready[begins]
         t.busy[active] += time
-        free[active] = done
+        free[active] = done = ready + time
         cell[active] += 1
         following = [active[cell[active] < stop[active]]]
         for place in range(width):
             has = size > place
             part, rank = first[has] + place, active[has]
-            t.start[part], t.end[part], t.arrives[part] = ready[has], done[has], done[has]
+            t.end[part] = t.arrives[part] = done[has]
             fresh = (op[part] != W) & (made[make[part]] < 0)
             part, rank = part[fresh], rank[fresh]
             made[make[part]] = part
@@ -118,12 +119,15 @@ def _send(
         free[rank] = sent
 
 
-def _cells(p: Program, op: NDArray[Any], stage: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[Any]]:
+def cells(
+    code: NDArray[Any], bits: int, took: NDArray[Any], pair: NDArray[Any]
+) -> tuple[NDArray[np.int64], NDArray[Any]]:
     """The computation with which each cell begins, and the end; and what each cell takes."""
-    begins = np.flatnonzero(p.code & 4)
-    lead = np.append(begins, len(p.code))
+    begins = np.flatnonzero(code & 4)
+    lead = np.append(begins, len(code))
     if len(begins) == 0:
-        return lead, np.zeros(0, p.took.dtype)
-    cost = np.add.reduceat(p.took[op, stage], begins)
-    pair = p.pair[stage[begins]]
-    return lead, np.where((np.diff(lead) > 1) & (pair >= 0), pair, cost)
+        return lead, np.zeros(0, took.dtype)
+    stage = code >> (bits + 3)
+    cost = np.add.reduceat(took[code & 3, stage], begins)
+    overlapped = pair[stage[begins]]
+    return lead, np.where((np.diff(lead) > 1) & (overlapped >= 0), overlapped, cost)

@@ -199,7 +199,7 @@ def test_costs_that_do_not_fit_are_rounded_the_same_both_ways(data, schedule):
         waves = simulate(schedule, costs)
     assert not compiled.exact
     assert compiled.start.dtype == np.float64
-    for one, other in zip(compiled.trace, waves.trace, strict=True):
+    for one, other in zip([compiled.start, *compiled.trace], [waves.start, *waves.trace], strict=True):
         assert np.array_equal(one, other)
     exact = max(end for entries in Slow(schedule, costs).spans for _, _, end in entries)
     assert float(compiled.makespan) == pytest.approx(float(exact), rel=1e-12)
