@@ -22,6 +22,8 @@ app = typer.Typer(
 )
 
 P = ParamSpec("P")
+NOBODY_READS = 128 + signal.SIGPIPE
+"""Exit status where standard output was closed, as by `| head`: that of a process that the signal ends."""
 
 
 def _ends(command: Callable[P, int]) -> Callable[P, NoReturn]:
@@ -39,7 +41,9 @@ def _ends(command: Callable[P, int]) -> Callable[P, NoReturn]:
             status = 3
         except KeyboardInterrupt:
             status = 130
-        except (Exception, SystemExit):  # whatever status an exit asks for, it is no verdict; 1 would be one
+        except (Exception, SystemExit) as error:  # whatever status an exit asks for, it is no verdict; 1 would be one
+            if isinstance(error, SystemExit) and isinstance(error.__context__, BrokenPipeError):  # rich makes it one
+                raise typer.Exit(NOBODY_READS) from None
             traceback.print_exc()
             print("nothing could be judged: the error above was not expected", file=sys.stderr)
             status = 3

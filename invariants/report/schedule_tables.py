@@ -56,7 +56,7 @@ class Grid:
         lines = [f"<h2>{html.escape(self.title)}</h2>"] if self.title else []
         lines += ["<table>", _row("th", self.header)]
         lines += [_row("td", row) for row in self.rows]
-        note = f"<p>{html.escape(self.note)}</p>" if self.note else ""
+        note = f"<p>{'<br>'.join(map(html.escape, self.note.splitlines()))}</p>" if self.note else ""
         return "\n".join([*lines, "</table>", note])
 
 
@@ -131,8 +131,13 @@ def _comparison(judged: Sequence[Judged]) -> Grid:
         rows.append([name, *(figure(each.measured, each.weight) if each.measured else "" for each in judged)])
     rows = [row for row in rows if any(row[1:])]
     rows.append(["lowering", *(each.lowering or "its own" for each in judged)])
-    same = all(each.weight == 1 for each in judged)
-    return Grid("", ["", *(each.source.name for each in judged)], rows, "" if same else WEIGHTS)
+    notes = [] if all(each.weight == 1 for each in judged) else [WEIGHTS]
+    notes += [
+        f"{each.source.name} is bound by: {', '.join(each.measured.timeline.critical_path())}"
+        for each in judged
+        if each.measured
+    ]
+    return Grid("", ["", *(each.source.name for each in judged)], rows, "\n".join(notes))
 
 
 _SIZES: Final[Mapping[str, Callable[[Source], int]]] = {

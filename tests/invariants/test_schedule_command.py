@@ -298,7 +298,7 @@ def balanced(page):
 
     class Reader(HTMLParser):
         def handle_starttag(self, tag, attrs):
-            if tag != "meta":
+            if tag not in ("meta", "br"):
                 opened.append(tag)
 
         def handle_startendtag(self, tag, attrs):
@@ -354,6 +354,16 @@ def test_the_command_imports_neither_torch_nor_matplotlib(tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     run = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr + run.stdout
+
+
+def test_a_reader_that_goes_away_ends_it_quietly(tmp_path):
+    command = "invariants schedule 1f1b --pp 64 -m 64 --timeline | head -1; exit ${PIPESTATUS[0]}"
+    path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
+    run = subprocess.run(
+        ["bash", "-c", command], cwd=tmp_path, env={**os.environ, "PATH": path}, capture_output=True, text=True
+    )
+    assert (run.returncode, run.stderr) == (cli.NOBODY_READS, "")
+    assert run.stdout.startswith("1f1b: 64 ranks")
 
 
 @given(st.lists(st.sampled_from("FIWB"), min_size=1, max_size=12), st.randoms())
