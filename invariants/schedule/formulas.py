@@ -214,7 +214,9 @@ def _idle(name: str, ranks: int, microbatches: int, virtual: int, costs: Costs) 
     reason, times = outside(name, ranks, microbatches, virtual, costs), _times(costs)
     if reason is not None or times is None:
         raise UsageError(f"schedule {reason}")
-    return _IDLE[name](ranks, microbatches, virtual, times), times
+    if name in _SPLIT:
+        return _SPLIT[name](ranks, microbatches, times), times
+    return _one_for_one(ranks, microbatches, virtual, times), times
 
 
 def _one_for_one(ranks: int, microbatches: int, virtual: int, times: _Times) -> _Idle:
@@ -223,15 +225,13 @@ def _one_for_one(ranks: int, microbatches: int, virtual: int, times: _Times) -> 
     return _Idle(idle, idle)
 
 
-def _zb_h1(ranks: int, microbatches: int, virtual: int, times: _Times) -> _Idle:
-    del virtual
+def _zb_h1(ranks: int, microbatches: int, times: _Times) -> _Idle:
     forward, inputs, weights = times.forward, times.input_gradient, times.weight_gradient
     wait, filled = (ranks - 1) * (forward + inputs), min(microbatches, ranks) - 1
     return _Idle(wait - filled * min(forward, inputs, weights), wait - filled * min(forward, weights))
 
 
-def _zb_h2(ranks: int, microbatches: int, virtual: int, times: _Times) -> _Idle:
-    del virtual
+def _zb_h2(ranks: int, microbatches: int, times: _Times) -> _Idle:
     forward, inputs, weights = times.forward, times.input_gradient, times.weight_gradient
     wait = (ranks - 1) * (forward + inputs)
     pairs, single = divmod(min(microbatches, 2 * ranks - 1) - 1, 2)
@@ -242,8 +242,7 @@ def _zb_h2(ranks: int, microbatches: int, virtual: int, times: _Times) -> _Idle:
     )
 
 
-def _zb_v(ranks: int, microbatches: int, virtual: int, times: _Times) -> _Idle:
-    del virtual
+def _zb_v(ranks: int, microbatches: int, times: _Times) -> _Idle:
     forward, inputs, weights = times.forward, times.input_gradient, times.weight_gradient
     few, all_ways = min(microbatches, ranks), 2 * ranks - 1
     filled = (few - 1) * forward + (min(microbatches, all_ways) - few) * weights
@@ -253,8 +252,7 @@ def _zb_v(ranks: int, microbatches: int, virtual: int, times: _Times) -> _Idle:
     return _Idle(max(own, (ranks - 1) * inputs + max(0, all_ways - microbatches) * (inputs - weights)), own)
 
 
-def _dualpipe_v(ranks: int, microbatches: int, virtual: int, times: _Times) -> _Idle:
-    del virtual
+def _dualpipe_v(ranks: int, microbatches: int, times: _Times) -> _Idle:
     overlaps = 2 * microbatches - 3 * ranks + 1
     if ranks == 1:
         return _Idle(Fraction(), Fraction(), overlaps - 1)
@@ -264,15 +262,13 @@ def _dualpipe_v(ranks: int, microbatches: int, virtual: int, times: _Times) -> _
     return _Idle(idle, idle, overlaps)
 
 
-_IDLE: Final[Mapping[str, Callable[[int, int, int, _Times], _Idle]]] = {
-    "gpipe": _one_for_one,
-    "1f1b": _one_for_one,
-    "interleaved-1f1b": _one_for_one,
+_SPLIT: Final[Mapping[str, Callable[[int, int, _Times], _Idle]]] = {
     "zb-h1": _zb_h1,
     "zb-h2": _zb_h2,
     "zb-v": _zb_v,
     "dualpipe-v": _dualpipe_v,
 }
+"""Families that split backwards."""
 
 
 def _times(costs: Costs) -> _Times | None:

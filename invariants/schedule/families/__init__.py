@@ -27,18 +27,22 @@ class Family:
     """
 
     build: Callable[[int, int, int], Schedule]
-    virtual: int | None = 1
+    virtual: int | None = None
     least: int = 0
 
 
+def _fixed(build: Callable[[int, int], Schedule], virtual: int = 1, least: int = 0) -> Family:
+    return Family(lambda ranks, microbatches, _: build(ranks, microbatches), virtual, least)
+
+
 FAMILIES: Final[Mapping[str, Family]] = {
-    "gpipe": Family(gpipe),
-    "1f1b": Family(one_forward_one_backward),
-    "interleaved-1f1b": Family(interleaved, virtual=None),
-    "zb-h1": Family(zb_h1),
-    "zb-h2": Family(zb_h2),
-    "zb-v": Family(zb_v, virtual=2),
-    "dualpipe-v": Family(dualpipe_v, virtual=2, least=2),
+    "gpipe": _fixed(gpipe),
+    "1f1b": _fixed(one_forward_one_backward),
+    "interleaved-1f1b": Family(interleaved),
+    "zb-h1": _fixed(zb_h1),
+    "zb-h2": _fixed(zb_h2),
+    "zb-v": _fixed(zb_v, virtual=2),
+    "dualpipe-v": _fixed(dualpipe_v, virtual=2, least=2),
 }
 """Each family by its name."""
 

@@ -12,30 +12,28 @@ from invariants.schedule.table import B, F, Schedule
 Numbers = NDArray[np.int32]
 
 
-def gpipe(ranks: int, microbatches: int, virtual: int = 1) -> Schedule:
+def gpipe(ranks: int, microbatches: int) -> Schedule:
     """All forwards, then all backwards, both in the order of the microbatches; rank s holds stage s.
 
     Source: Huang et al., GPipe, arXiv:1811.06965, whose figure 2 draws the backwards in reverse order. Here they run
     first in, first out, as in `torch.distributed.pipelining`: the last stage could start on either, and time and memory
     are the same.
     """
-    del virtual
-    return _alternate(_one_stage(ranks, microbatches), [microbatches] * ranks)
+    return _alternate(*_one_chunk(microbatches), [microbatches] * ranks)
 
 
-def one_forward_one_backward(ranks: int, microbatches: int, virtual: int = 1) -> Schedule:
+def one_forward_one_backward(ranks: int, microbatches: int) -> Schedule:
     """Warm-up forwards, then one forward and one backward in turn, then the backwards that are left.
 
     Rank s holds stage s, and at most min(M, N-s) microbatches, so min(M, N-s) - 1 forwards come before the first pair.
     M < N is allowed: the first stages then run all their forwards first. Source: PipeDream-Flush in Narayanan et al.,
     arXiv:2006.09503, and section 2.2.1 of Megatron-LM, arXiv:2104.04473.
     """
-    del virtual
     warmups = [min(microbatches, ranks - rank) - 1 for rank in range(ranks)]
-    return _alternate(_one_stage(ranks, microbatches), warmups)
+    return _alternate(*_one_chunk(microbatches), warmups)
 
 
-def interleaved(ranks: int, microbatches: int, virtual: int = 1) -> Schedule:
+def interleaved(ranks: int, microbatches: int, virtual: int) -> Schedule:
     """1F1B where rank r holds the v stages r, N + r, .., (v-1) N + r, its chunks.
 
     The microbatches form max(1, M div N) groups, as equal as can be, larger ones first. A rank runs the forwards of
@@ -53,10 +51,9 @@ def interleaved(ranks: int, microbatches: int, virtual: int = 1) -> Schedule:
     first = np.cumsum(sizes, dtype=np.int32) - sizes
     size, first = (np.repeat(column, sizes * virtual) for column in (sizes, first))
     microbatch = first + (np.arange(virtual * microbatches, dtype=np.int32) - virtual * first) % size
-    rank = np.arange(ranks, dtype=np.int32)[:, None]
-    order = _Order(chunk * np.int32(ranks) + rank, (virtual - 1 - chunk) * np.int32(ranks) + rank, microbatch)
     ahead = (virtual - 1) * int(sizes[0])
-    return _alternate(order, [min(ahead + 2 * (ranks - 1 - r), virtual * microbatches) for r in range(ranks)])
+    warmups = [min(ahead + 2 * (ranks - 1 - rank), virtual * microbatches) for rank in range(ranks)]
+    return _alternate(chunk, microbatch, warmups)
 
 
 def group_sizes(ranks: int, microbatches: int) -> Numbers:
@@ -67,32 +64,28 @@ def group_sizes(ranks: int, microbatches: int) -> Numbers:
     return sizes
 
 
-class _Order:
-    """Stages of the forwards and of the backwards of each rank [R, K], and their microbatches [K]."""
-
-    def __init__(self, up: Numbers, down: Numbers, microbatch: Numbers) -> None:
-        self.up, self.down, self.microbatch = up, down, microbatch
+def _one_chunk(microbatches: int) -> tuple[Numbers, Numbers]:
+    return np.zeros(microbatches, np.int32), np.arange(microbatches, dtype=np.int32)
 
 
-def _one_stage(ranks: int, microbatches: int) -> _Order:
-    stage = np.broadcast_to(np.arange(ranks, dtype=np.int32)[:, None], (ranks, microbatches))
-    return _Order(stage, stage, np.arange(microbatches, dtype=np.int32))
+def _alternate(chunk: Numbers, microbatch: Numbers, warmups: Sequence[int]) -> Schedule:
+    """On each rank its warm-up of forwards, then a forward and a backward in turn, then the backwards that are left.
 
-
-def _alternate(order: _Order, warmups: Sequence[int]) -> Schedule:
-    """On each rank its warm-up of forwards, then a forward and a backward in turn, then the backwards that are left."""
-    ranks, many = order.up.shape
+    `chunk` and `microbatch` [K] of the forwards are the same on all ranks, and of the backwards, but for the order of
+    the chunks; chunk c of rank r is stage c N + r.
+    """
+    ranks, many = len(warmups), len(chunk)
     op = np.empty((ranks, 2 * many), np.uint8)
-    stage, microbatch = (np.empty((ranks, 2 * many), np.int32) for _ in range(2))
+    stage, number = (np.empty((ranks, 2 * many), np.int32) for _ in range(2))
+    up, down = chunk * np.int32(ranks), (chunk.max() - chunk) * np.int32(ranks)
     for rank, warmup in enumerate(warmups):
-        paired = many - warmup
-        forwards = slice(warmup), slice(warmup, warmup + 2 * paired, 2)
-        backwards = slice(warmup + 1, warmup + 2 * paired, 2), slice(warmup + 2 * paired, None)
-        for (early, late), first, code, stages in (
-            (forwards, warmup, F, order.up),
-            (backwards, paired, B, order.down),
+        pairs = many - warmup
+        end = warmup + 2 * pairs
+        for code, stages, first, early, late in (
+            (F, up + np.int32(rank), warmup, slice(warmup), slice(warmup, end, 2)),
+            (B, down + np.int32(rank), pairs, slice(warmup + 1, end, 2), slice(end, None)),
         ):
             op[rank, early] = op[rank, late] = code
-            stage[rank, early], stage[rank, late] = stages[rank, :first], stages[rank, first:]
-            microbatch[rank, early], microbatch[rank, late] = order.microbatch[:first], order.microbatch[first:]
-    return Schedule.of_arrays([2 * many] * ranks, op.ravel(), stage.ravel(), microbatch.ravel())
+            stage[rank, early], stage[rank, late] = stages[:first], stages[first:]
+            number[rank, early], number[rank, late] = microbatch[:first], microbatch[first:]
+    return Schedule.of_arrays([2 * many] * ranks, op.ravel(), stage.ravel(), number.ravel())
