@@ -77,19 +77,23 @@ def _orders(draw: st.DrawFn, ranks: int, homes: Sequence[int], microbatches: int
     done = dict.fromkeys(range(microbatches), 0)
     weights: list[Action] = []
     last = -1
-    while ready := [*(Action(*_next(done[i], stages), i) for i in done if done[i] < 2 * stages), *weights]:
-        action = draw(st.sampled_from(ready))
+    # One draw for all choices, a byte each, is many times as fast as a draw for each.
+    for byte in draw(st.binary(min_size=3 * stages * microbatches, max_size=3 * stages * microbatches)):
+        ready = [*(Action(*_next(done[i], stages), i) for i in done if done[i] < 2 * stages), *weights]
+        if not ready:
+            break
+        action, splits, overlaps = ready[(byte >> 2) % len(ready)], byte & 1, byte & 2
         if action.op is Op.WEIGHT_GRADIENT:
             weights.remove(action)
         else:
             done[action.microbatch] += 1
-        if action.op is Op.BACKWARD and draw(st.booleans()):
+        if action.op is Op.BACKWARD and splits:
             action = Action(action.stage, Op.INPUT_GRADIENT, action.microbatch)
             weights.append(Action(action.stage, Op.WEIGHT_GRADIENT, action.microbatch))
         rank = homes[action.stage]
         before = rows[rank][-1] if rank == last else None
         # Nothing ran between the two, so that neither waits for what the other makes.
-        if isinstance(before, Action) and _overlap(before, action) and draw(st.booleans()):
+        if isinstance(before, Action) and overlaps and _overlap(before, action):
             rows[rank][-1] = Overlap((before, action))
         else:
             rows[rank].append(action)
