@@ -1,7 +1,7 @@
 """The orders that the generators give, as literals and as rules over the domain."""
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from invariants.errors import UsageError
@@ -9,6 +9,7 @@ from invariants.schedule.actions import Op
 from invariants.schedule.activations import in_flight
 from invariants.schedule.completeness import complete
 from invariants.schedule.families import FAMILIES, generate
+from invariants.schedule.families.one_for_one import group_sizes
 from invariants.schedule.timeline import simulate
 
 SIZES = {"stages": st.integers(1, 12), "microbatches": st.integers(1, 24)}
@@ -40,6 +41,32 @@ def test_interleaved_literally():
         "0F0 0F1 0F2 2F0 2F1 2F2 2B0 2B1 2B2 0B0 0B1 0B2",
         "1F0 1F1 1F2 3F0 3B0 3F1 3B1 3F2 3B2 1B0 1B1 1B2",
     ]
+
+
+def megatron(ranks, microbatches, virtual, group, rank):
+    """A rank's row by Megatron-LM's rule: a table of (microbatch, chunk), group by group, and a warm-up."""
+    table = [
+        (microbatch, chunk)
+        for first in range(0, microbatches, group)
+        for chunk in range(virtual)
+        for microbatch in range(first, min(first + group, microbatches))
+    ]
+    warmup = min(2 * (ranks - 1 - rank) + (virtual - 1) * group, len(table))
+    cells = [f"{chunk * ranks + rank}F{microbatch}" for microbatch, chunk in table[:warmup]]
+    for place, (microbatch, chunk) in enumerate(table):
+        if warmup + place < len(table):
+            late, which = table[warmup + place]
+            cells.append(f"{which * ranks + rank}F{late}")
+        cells.append(f"{(virtual - 1 - chunk) * ranks + rank}B{microbatch}")
+    return " ".join(cells)
+
+
+@given(ranks=st.integers(1, 6), microbatches=st.integers(1, 30), virtual=st.integers(1, 4))
+def test_interleaved_is_megatrons_order_wherever_its_groups_may_be_these(ranks, microbatches, virtual):
+    sizes = group_sizes(ranks, microbatches).tolist()
+    assume(microbatches >= ranks and set(sizes[:-1]) <= {sizes[0]})
+    expected = [megatron(ranks, microbatches, virtual, sizes[0], rank) for rank in range(ranks)]
+    assert texts("interleaved-1f1b", ranks, microbatches, virtual) == expected
 
 
 def test_zb_h1_literally():
