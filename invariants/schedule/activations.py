@@ -82,7 +82,7 @@ def curve(timeline: Timeline, rank: int, stage: int | None = None) -> Curve:
     if stage is not None:
         mine = where == stage
         place, where, change = place[mine], where[mine], change[mine]
-    times = np.where(change > 0, timeline.start[place], timeline.end[place])
+    times = np.where(change > 0, timeline.start_of(rank)[place - timeline.offsets[rank]], timeline.end[place])
     sizes = timeline.costs.bytes_of(timeline.schedule.stages)
     return Curve(
         np.append(np.zeros(1, times.dtype), times),

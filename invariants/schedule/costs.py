@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from decimal import Decimal
 from fractions import Fraction
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any, Final
 
 import numpy as np
@@ -27,6 +27,8 @@ FROM_FORWARD, FROM_GRADIENT = 0, 1
 """First index of what is kept for each kind of message: a stage's output, or the gradient of its input."""
 
 _TOO_LATE: Final = 2**63
+_TOO_LARGE: Final = 2**48
+"""Bytes of so many microbatches that no pipeline holds them still fit into 64 bits."""
 
 
 @dataclass(frozen=True)
@@ -63,16 +65,15 @@ class Costs:
         if (self.bandwidth is None) != (self.message_bytes is None):
             lone, other = ("message_bytes", "bandwidth") if self.bandwidth is None else ("bandwidth", "message_bytes")
             raise UsageError(f"costs: {lone} without {other}: expected both or neither")
-        for name in ("forward", "input_gradient", "weight_gradient", "overlapped", "activation_bytes", "message_bytes"):
-            if (value := getattr(self, name)) is not None:
-                object.__setattr__(self, name, _per_stage(name, value))
-        for name in ("latency", "bandwidth"):
-            if (value := getattr(self, name)) is not None:
-                object.__setattr__(self, name, _per_link(name, value))
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name != "overlap" and not (value is None and field.default is None):
+                kept = _per_link if field.name in ("latency", "bandwidth") else _per_stage
+                object.__setattr__(self, field.name, kept(field.name, value))
         if self.activation_bytes is not None:
             for size in _entries(self.activation_bytes):
-                if Fraction(size).denominator != 1:
-                    raise UsageError(f"costs: activation_bytes={size}: expected whole bytes")
+                if Fraction(size).denominator != 1 or size >= _TOO_LARGE:
+                    raise UsageError(f"costs: activation_bytes={size}: expected whole bytes, fewer than 2^48")
 
     def bytes_of(self, stages: int) -> NDArray[np.int64] | None:
         """`activation_bytes` of each stage [S]; None where they are not known."""
@@ -181,9 +182,11 @@ def exact_number(name: str, value: Any) -> Fraction:
             number = Fraction(int(value))
         elif isinstance(value, Decimal):
             number = Fraction(value)
-        else:
+        elif isinstance(value, Real):
             number = Fraction(repr(float(value)))
-    except (TypeError, ValueError, OverflowError):
+        else:
+            raise ValueError
+    except (ValueError, OverflowError):
         raise UsageError(f"costs: {name}={value!r}: expected a finite number") from None
     if number < 0:
         raise UsageError(f"costs: {name}={value}: expected 0 or more")

@@ -49,8 +49,15 @@ class Timeline:
     @cached_property
     def start(self) -> NDArray[Any]:
         """Tick at which each computation starts [C]."""
-        lead, cost = cells(self.work.code, self.work.bits, self.ticks.took, self.ticks.pair)
-        start: NDArray[Any] = self.end - np.repeat(cost, np.diff(lead))
+        return self._starts(slice(None))
+
+    def start_of(self, rank: int) -> NDArray[Any]:
+        """Tick at which each computation of one rank starts, without those of all the others."""
+        return self._starts(slice(self.offsets[rank], self.offsets[rank + 1]))
+
+    def _starts(self, which: slice) -> NDArray[Any]:
+        lead, cost = cells(self.work.code[which], self.work.bits, self.ticks.took, self.ticks.pair)
+        start: NDArray[Any] = self.end[which] - np.repeat(cost, np.diff(lead))
         return start
 
     @property
