@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from invariants.errors import UsageError
 from invariants.schedule.actions import Action, Op, Overlap, actions_of, parse_rows
 from invariants.schedule.compiled import OFF, available
 from invariants.schedule.costs import Costs
@@ -340,23 +339,3 @@ def test_a_schedule_ends_where_the_slow_simulation_does(schedule, data):
             simulate(mutated)
     else:
         assert spans(simulate(mutated)) == slow
-
-
-@pytest.mark.usefixtures("way")
-@pytest.mark.parametrize(
-    ("rows", "message"),
-    [
-        (("0F0", "0B0"), "stage 0 computes on rank 0 and on rank 1"),
-        (("0F0 9F999999",), "10 stages x 1000000 microbatches, but 2 actions"),
-    ],
-)
-def test_schedules_without_sense_are_refused(rows, message):
-    with pytest.raises(UsageError, match=message):
-        simulate(read(*rows))
-
-
-@pytest.mark.usefixtures("way")
-def test_a_computation_without_microbatch_is_refused():
-    lost = Schedule.of_arrays([2], [0, 0], [0, 0], [0, -1])
-    with pytest.raises(UsageError, match="rank 0, action 1 computes on stage 0, microbatch -1: expected 0 or more"):
-        simulate(lost)
