@@ -49,7 +49,7 @@ class _Times:
 
 @dataclass(frozen=True)
 class _Idle:
-    """Idle time in both conventions, and the cells of the idlest rank in which computations overlap."""
+    """Idle time in both conventions, and the cells of rank 0 in which computations overlap."""
 
     makespan: Fraction
     own: Fraction
@@ -88,7 +88,7 @@ def makespan(name: str, ranks: int, microbatches: int, virtual: int = 1, costs: 
 def makespan_idle(name: str, ranks: int, microbatches: int, virtual: int = 1, costs: Costs = UNITS) -> Fraction:
     """Time of the makespan for which rank 0 does not compute; its domain is that of `outside`.
 
-    All ranks do not compute for as long, unless O differs from F + B: then their work differs too.
+    It is the same on every rank, unless O differs from F + B: not all ranks overlap as many cells.
 
     - gpipe, 1f1b: (N-1)(F+B). The overhead over the ideal time M(F+B) is (N-1)/M: GPipe, arXiv:1811.06965, section 2.3,
       gives O((N-1)/(M+N-1)); Megatron-LM, arXiv:2104.04473, section 2.2.1, the overhead, for both.
@@ -122,8 +122,8 @@ def own_idle(name: str, ranks: int, microbatches: int, virtual: int = 1, costs: 
     - zb-v: 2 [(N-1)(F+I) - (m-1) F - (min(M, 2N-1) - m) W], which is 2(N-1)(I-W) for M >= 2N-1: zero at equal costs, as
       section 6 of arXiv:2401.10241 says; beyond that, derived here.
     - dualpipe-v: F + (2N-3) O - (3N-4) W - min((N-2) I, N F - I) for N >= 2, derived here. The table of DeepSeek's
-      DualPipe gives (N-1)(O + B - 3W), which is the same at F = I = W with O = F + B, and else an upper bound for
-      F <= I and O <= F + B.
+      DualPipe, whose PP counts stages, gives (N-1)(O + B - 3W): the same at F = I = W with O = F + B, and an upper
+      bound for W <= F <= I and O <= F + B. `docs/invariants/schedule.bubble.md` says why they differ.
     """
     return _idle(name, ranks, microbatches, virtual, costs)[0].own
 
