@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import Any
 from unittest import mock
 
-from impl import plants, variants
+from impl import misplaced, plants, variants
 from impl.conditions import (
     Applies,
     adaptive,
@@ -57,15 +57,25 @@ def harmless(reason: str, applies: Applies, changes: Mapping[str, Make]) -> Faul
 
 FAULTS: Mapping[str, Fault] = {
     # schedules
+    "forward-computed-twice": fault(
+        "torch 2.13 accepts such a schedule: _validate_schedule, torch/distributed/pipelining/schedules.py",
+        always,
+        {"schedule.lower": misplaced.forwarded_twice},
+    ),
+    "gradient-received-after-use": fault(
+        "https://github.com/pytorch/pytorch/issues/132644 (receives that are posted and not awaited)",
+        several_stages,
+        {"schedule.lower": misplaced.received_after_use, "pipeline.Execution.backward": plants.zero_where_not_received},
+    ),
     "microbatches-serialised": fault(
         "https://github.com/pytorch/pytorch/pull/130752 (warm-up rule leaves bubbles)",
         all_of(several_stages, several_microbatches),
-        {"schedule.generate": plants.serialised},
+        {"schedule.generate": misplaced.serialised},
     ),
     "1f1b-runs-gpipe": fault(
         "https://github.com/pytorch/pytorch/issues/128910 (1F1B's memory grows with the number of microbatches)",
         all_of(one_forward_one_backward, several_microbatches),
-        {"schedule.generate": plants.gpipe_for_all},
+        {"schedule.generate": misplaced.gpipe_for_all},
     ),
     "graphs-kept-in-step": fault(
         "https://github.com/pytorch/pytorch/issues/128910 (graphs are kept alive to the end of the step)",

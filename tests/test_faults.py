@@ -18,6 +18,8 @@ TARGETS = {"impl": impl_target, "torch": torch_target}
 FAULTS = [(name, fault) for name, target in TARGETS.items() for fault in target.faults()]
 
 STANDS_FOR = {
+    "schedule.complete": ("impl", "forward-computed-twice"),
+    "schedule.ordered": ("impl", "gradient-received-after-use"),
     "schedule.bubble": ("impl", "microbatches-serialised"),
     "schedule.activations": ("impl", "graphs-kept-over-steps"),
     "schedule.deadlock-free": ("impl", "send-before-receive"),

@@ -17,7 +17,7 @@ FILE_LINES, FUNCTION_LINES = 300, 50
 PURE = ("invariants.invariant", "invariants.evidence", "invariants.case", "invariants.errors", "invariants.schedule")
 CATALOG_MAY = (*PURE, "invariants.catalog", "numpy")
 ON_RANKS = ("invariants.probes", "invariants.targets", "invariants.world.rank", "invariants.world.state")
-PLANTED = ("impl.faults", "impl.plants", "impl.variants", "impl.conditions")
+PLANTED = ("impl.faults", "impl.misplaced", "impl.plants", "impl.variants", "impl.conditions")
 KNOW_THE_FRAMEWORK = ("impl.target", *PLANTED)
 UNPICKLES_FILES = (
     *("pickle.load", "pickle.Unpickler", "cloudpickle.load", "dill.load", "joblib.load", "marshal.load"),

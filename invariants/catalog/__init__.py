@@ -9,10 +9,14 @@ from invariants.catalog.parameters_reference import parameters_reference
 from invariants.catalog.replicas_agree import replicas_agree
 from invariants.catalog.schedule_activations import schedule_activations
 from invariants.catalog.schedule_bubble import schedule_bubble
+from invariants.catalog.schedule_complete import schedule_complete
 from invariants.catalog.schedule_deadlock_free import schedule_deadlock_free
+from invariants.catalog.schedule_ordered import schedule_ordered
 from invariants.invariant import Invariant
 
 BUILT_IN: tuple[Invariant, ...] = (
+    schedule_complete,
+    schedule_ordered,
     schedule_bubble,
     schedule_activations,
     schedule_deadlock_free,

@@ -37,3 +37,21 @@ def no_family(case: Case) -> str | None:
 def stages_a_rank(name: str, schedule: Schedule) -> int:
     """What `generate` is told of the stages a rank: as many as were recorded, where the family leaves that open."""
     return 1 if FAMILIES[name].virtual else max(1, schedule.stages // schedule.ranks)
+
+
+def first_trained_stage(evidence: Evidence) -> int:
+    """Frozen first stages get no gradient. Which ones are, ranks tell; without their word, the case's split does."""
+    topology = evidence.case.topology
+    held = {(seen.rank, seen.trainable) for seen in evidence.optimizer or () if seen.kind == "parameter"}
+    if held:
+        trained = {topology.coordinate(rank).get("pp", 0) for rank, trainable in held if trainable}
+        return min(trained, default=0)
+    split, frozen = evidence.case.split, set(evidence.case.frozen)
+    if split is None:
+        return 0
+    layer = 0
+    for stage, count in enumerate(split):
+        if not set(range(layer, layer + count)) <= frozen:
+            return stage
+        layer += count
+    return 0

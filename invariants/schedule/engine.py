@@ -70,7 +70,6 @@ def _run_loop(
 ) -> NDArray[np.int64]:
     count, actions = len(queues) - 1, queues[-1]
     ordered, compound = len(order) > 0, len(opens) > 0
-    has_before, has_beside = len(before) > 0, len(beside) > 0
     reached = queues[:-1].copy()
     # Queues that wait for an action: a list through `following`, its head in `waiting` where the state says so.
     following = np.full(count, -1, np.int32)
@@ -84,45 +83,29 @@ def _run_loop(
             end = begin + 1
             while compound and end < queues[queue + 1] and not opens[end]:
                 end += 1
-            lack, first = NOTHING, order[begin] if ordered else begin
-            if state[first] & STATES == WAITING:
-                if has_before:
-                    for place in range(begin, end):
-                        need = before[order[place] if ordered else place]
-                        if need == NOBODY or (need >= 0 and state[need] & STATES != DONE):
-                            lack = need
-                            break
-                if lack == NOTHING:
-                    for place in range(begin, end):
-                        action = order[place] if ordered else place
-                        woken = waiting[action] if state[action] & AWAITED else NOTHING
-                        state[action] = STARTED
-                        while woken >= 0:
-                            ready[size] = woken
-                            size += 1
-                            woken = following[woken]
-            if lack == NOTHING and has_beside:
-                for place in range(begin, end):
-                    need = beside[order[place] if ordered else place]
-                    if need == NOBODY or (need >= 0 and state[need] & STATES == WAITING):
-                        lack = need
-                        break
-            if lack == NOTHING:
+            lack, level = NOTHING, state[order[begin] if ordered else begin] & STATES
+            if (len(before) if level == WAITING else len(beside)) > 0:
                 for place in range(begin, end):
                     action = order[place] if ordered else place
-                    woken = waiting[action] if state[action] & AWAITED else NOTHING
-                    state[action] = DONE
-                    while woken >= 0:
-                        ready[size] = woken
-                        size += 1
-                        woken = following[woken]
+                    need = before[action] if level == WAITING else beside[action]
+                    if need == NOBODY or (need >= 0 and state[need] & STATES < DONE - level):
+                        lack = need
+            if lack != NOTHING:
+                if lack != NOBODY:
+                    following[queue] = waiting[lack] if state[lack] & AWAITED else NOTHING
+                    waiting[lack] = queue
+                    state[lack] |= AWAITED
+                break
+            for place in range(begin, end):
+                action = order[place] if ordered else place
+                woken = waiting[action] if state[action] & AWAITED else NOTHING
+                state[action] = level + 1
+                while woken >= 0:
+                    ready[size] = woken
+                    size += 1
+                    woken = following[woken]
+            if level == STARTED:
                 reached[queue] = end
-                continue
-            if lack >= 0:
-                following[queue] = waiting[lack] if state[lack] & AWAITED else NOTHING
-                waiting[lack] = queue
-                state[lack] |= AWAITED
-            break
     for i in range(actions):
         state[i] &= STATES
     return reached

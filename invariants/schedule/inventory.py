@@ -31,6 +31,7 @@ from invariants.schedule.table import (
     Schedule,
     W,
     as_schedule,
+    firsts,
 )
 
 _KINDS: Final = RECV_B + 1
@@ -201,14 +202,14 @@ def _count(
     _, stages, microbatches = first.shape
     rank = np.repeat(np.arange(len(starts) - 1, dtype=np.int32), np.diff(starts))
     staged = (stage >= 0) & (stage < stages)
-    computing = np.flatnonzero(staged & (op <= B))[::-1]
-    home[stage[computing]] = rank[computing]
+    computing = np.flatnonzero(staged & (op <= B))
+    home[:] = firsts(home.shape, (stage[computing],), rank[computing])
     up, down = (op == SEND_F) | (op == RECV_B), (op == RECV_F) | (op == SEND_B)
     peer = stage + up - down
     fits = staged & (peer >= 0) & (peer < stages)
     fits &= (op >= UNSHARD) | ((microbatch >= 0) & (microbatch < microbatches))
     inside = np.flatnonzero(staged & (op < UNSHARD) & (microbatch >= 0) & (microbatch < microbatches))
-    first[op[inside[::-1]], stage[inside[::-1]], microbatch[inside[::-1]]] = inside[::-1]
+    first[:] = firsts(first.shape, (op[inside], stage[inside], microbatch[inside]), inside)
     homes = home[np.where(staged, stage, 0)] if stages else np.full(len(op), -1)
     strays = np.count_nonzero(staged & (op != IDLE) & (homes >= 0) & (homes != rank))
     return int(np.count_nonzero(~fits & (op != IDLE))), len(inside), int(strays)

@@ -213,10 +213,10 @@ class Schedule:
         if available():
             _fill_makers(self.op, self.stage, self.microbatch, makers)
             return makers
-        for forward, made in enumerate(((self.op == B) | (self.op == I), self.op == F)):
-            where = np.flatnonzero(made & (self.stage >= 0) & (self.microbatch >= 0))[::-1]
-            makers[self.stage[where], forward, self.microbatch[where]] = where
-        return makers
+        made = (self.op == F) | (self.op == B) | (self.op == I)
+        where = np.flatnonzero(made & (self.stage >= 0) & (self.microbatch >= 0))
+        forward = (self.op[where] == F).astype(np.intp)
+        return firsts(makers.shape, (self.stage[where], forward, self.microbatch[where]), where)
 
     @property
     def columns(self) -> tuple[NDArray[Any], ...]:
@@ -231,6 +231,17 @@ def _fill_makers(
     for i in range(len(op) - 1, -1, -1):
         if (op[i] == F or op[i] == I or op[i] == B) and stage[i] >= 0 and microbatch[i] >= 0:
             makers[stage[i], 1 if op[i] == F else 0, microbatch[i]] = i
+
+
+def firsts(shape: tuple[int, ...], places: tuple[NDArray[Any], ...], values: NDArray[Any]) -> NDArray[np.int32]:
+    """The smallest of the values that belong to each place; -1 where none does.
+
+    Writing them in turn would not do: where a place repeats, numpy does not say which value stays.
+    """
+    found = np.full(shape, MAX_ACTIONS, np.int32)
+    np.minimum.at(found, places, values.astype(np.int32))
+    found[found == MAX_ACTIONS] = -1
+    return found
 
 
 def as_schedule(rows: Schedule | Iterable[Row]) -> Schedule:

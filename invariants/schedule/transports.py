@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from invariants.errors import UsageError
 from invariants.schedule.engine import NOTHING, Network
 from invariants.schedule.matching import match, peer_ranks
-from invariants.schedule.table import NEXT, RECV_B, RECV_F, B, F, I, Schedule
+from invariants.schedule.table import NEXT, RECV_B, RECV_F, B, F, I, Schedule, firsts
 
 _NONE: Final = np.zeros(0, np.int32)
 _EACH: Final = np.zeros(0, np.bool_)
@@ -180,8 +180,8 @@ def _receives(schedule: Schedule) -> NDArray[np.int32]:
     found = np.full(len(schedule), NOTHING, np.int32)
     for receive, users in ((RECV_F, (F,)), (RECV_B, (B, I))):
         received = np.flatnonzero((schedule.op == receive) & (schedule.stage >= 0) & (schedule.microbatch >= 0))
-        table = np.full((schedule.stages, schedule.microbatches), NOTHING, np.int32)
-        table[schedule.stage[received][::-1], schedule.microbatch[received][::-1]] = received[::-1]
+        places = schedule.stage[received], schedule.microbatch[received]
+        table = firsts((schedule.stages, schedule.microbatches), places, received)
         using = np.isin(schedule.op, users) & (schedule.stage >= 0) & (schedule.microbatch >= 0)
         found[using] = table[schedule.stage[using], schedule.microbatch[using]]
     astray = (found >= 0) & (schedule.rank[found] != schedule.rank)

@@ -9,11 +9,13 @@ from hypothesis import strategies as st
 from invariants.case import Case, Topology
 from invariants.catalog.schedule_activations import schedule_activations
 from invariants.catalog.schedule_bubble import schedule_bubble
+from invariants.catalog.schedule_complete import schedule_complete
 from invariants.catalog.schedule_deadlock_free import schedule_deadlock_free
+from invariants.catalog.schedule_ordered import schedule_ordered
 from invariants.evidence import Evidence, Owned, StagePeak
 from invariants.schedule.actions import Op
 from invariants.schedule.families import FAMILIES, generate
-from invariants.schedule.lowering import lower
+from invariants.schedule.lowering import LOWERINGS, lower
 from invariants.target import Promises
 
 
@@ -25,7 +27,7 @@ def recorded(name, stages, microbatches, how=None, dp=1, rows=None):
     return Evidence("literal", case, Promises(), schedule=texts)
 
 
-JUDGES = (schedule_bubble, schedule_activations, schedule_deadlock_free)
+JUDGES = (schedule_complete, schedule_ordered, schedule_bubble, schedule_activations, schedule_deadlock_free)
 sizes = st.integers(1, 5)
 families = st.sampled_from(["gpipe", "1f1b"])
 
@@ -36,11 +38,7 @@ families = st.sampled_from(["gpipe", "1f1b"])
 )
 def test_right_schedules_hold_in_every_safe_order(name, stages, microbatches, how, dp):
     evidence = recorded(name, stages, microbatches, how, dp)
-    assert {invariant.id: invariant.judge(evidence).status for invariant in JUDGES} == {
-        "schedule.bubble": "holds",
-        "schedule.activations": "holds",
-        "schedule.deadlock-free": "holds",
-    }
+    assert [judged.judge(evidence).status for judged in JUDGES] == ["holds"] * len(JUDGES)
 
 
 @settings(deadline=None)
@@ -175,7 +173,7 @@ def test_what_is_held_at_run_time_counts():
 
 def test_a_microbatch_that_is_never_computed():
     case = Case(topology=Topology.of(pp=1), microbatches=2)
-    verdict = schedule_deadlock_free.judge(Evidence("literal", case, Promises(), schedule=(("0F0", "0B0"),)))
+    verdict = schedule_complete.judge(Evidence("literal", case, Promises(), schedule=(("0F0", "0B0"),)))
     assert verdict.status == "violated"
 
 
@@ -190,9 +188,9 @@ def test_computation_alone_is_judged_in_the_declared_lowering_only():
 def test_frozen_first_stages_need_no_gradient():
     rows = (("0F0", "0SEND_F0", "0B0"), ("1RECV_F0", "1F0", "1B0"))
     case = Case(topology=Topology.of(pp=2), split=(1, 3), frozen=(0,))
-    assert schedule_deadlock_free.judge(Evidence("literal", case, Promises(), schedule=rows)).status == "holds"
+    assert schedule_complete.judge(Evidence("literal", case, Promises(), schedule=rows)).status == "holds"
     trained = replace(case, frozen=(1,))
-    assert schedule_deadlock_free.judge(Evidence("literal", trained, Promises(), schedule=rows)).status == "violated"
+    assert schedule_complete.judge(Evidence("literal", trained, Promises(), schedule=rows)).status == "violated"
 
 
 def test_messages_that_swap_their_places_are_found_though_the_schedule_ends():
@@ -215,16 +213,60 @@ def test_ranks_tell_which_stages_are_frozen_where_the_target_has_chosen_the_spli
         return Owned(rank, "parameter", f"w{rank}", 0, 1, 4, 0, "value", trainable, None, 1)
 
     told = replace(evidence, optimizer=(owned(0, False), owned(1, True)))
-    assert schedule_deadlock_free.judge(told).status == "holds"
+    assert schedule_complete.judge(told).status == "holds"
     told = replace(evidence, optimizer=(owned(0, True), owned(1, True)))
-    assert schedule_deadlock_free.judge(told).status == "violated"
-    assert schedule_deadlock_free.judge(evidence).status == "violated"
+    assert schedule_complete.judge(told).status == "violated"
+    assert schedule_complete.judge(evidence).status == "violated"
 
 
 def test_where_everything_is_frozen_every_stage_is_taken_as_trained():
     rows = (("0F0", "0SEND_F0", "0B0"), ("1RECV_F0", "1F0", "1B0"))
     case = Case(topology=Topology.of(pp=2), split=(1, 3), frozen=(0, 1, 2, 3))
-    assert schedule_deadlock_free.judge(Evidence("literal", case, Promises(), schedule=rows)).status == "violated"
+    assert schedule_complete.judge(Evidence("literal", case, Promises(), schedule=rows)).status == "violated"
+
+
+@pytest.mark.parametrize(
+    ("rows", "named"),
+    [
+        ((("0F0", "0F0", "0B0"),), "0F0 occurs 2 times"),
+        ((("0F0", "0B0", "0F1", "0B1"),), "0F1 at rank 0, column 2: there is no microbatch 1"),
+        ((("0F0", "0B0", "1F0"), ("1F0", "1B0")), "1F0 occurs 2 times"),
+        ((("0F0", "0SEND_F0", "0B0"), ("1F0", "1B0", "1SEND_B0")), "has no"),
+    ],
+)
+def test_what_is_too_much_is_named(rows, named):
+    evidence = Evidence("literal", Case(topology=Topology.of(pp=len(rows))), Promises(), schedule=rows)
+    problems = [violation.what for violation in schedule_complete.judge(evidence).violations]
+    assert any(named in problem for problem in problems), problems
+
+
+@pytest.mark.parametrize(
+    ("rows", "named"),
+    [
+        ((("0B0", "0F0"),), "0B0 at rank 0, column 0 comes before 0F0 at rank 0, column 1"),
+        ((("0F0", "0W0", "0I0"),), "0W0 at rank 0, column 1 comes before 0I0"),
+        ((("0F0", "0B0", "0RECV_B0"), ("1F0", "1B0", "1SEND_B0")), "0B0 at rank 0, column 1 comes before 0RECV_B0"),
+        ((("0SEND_F0", "0F0", "0B0"), ("1RECV_F0", "1F0", "1B0")), "0SEND_F0 at rank 0, column 0 comes before 0F0"),
+        ((("(0F0;0B0)OVERLAP_F_B",),), "0B0 at rank 0, column 0 is done together with 0F0"),
+    ],
+)
+def test_what_comes_too_early_is_named(rows, named):
+    evidence = Evidence("literal", Case(topology=Topology.of(pp=len(rows))), Promises(), schedule=rows)
+    (violation,) = schedule_ordered.judge(evidence).violations
+    assert violation.what.startswith(named)
+
+
+@given(families, st.integers(1, 5), st.integers(1, 6), st.sampled_from(list(LOWERINGS)))
+def test_right_schedules_are_complete_and_ordered(name, stages, microbatches, how):
+    evidence = recorded(name, stages, microbatches, how=how)
+    assert [judged.judge(evidence).status for judged in (schedule_complete, schedule_ordered)] == ["holds"] * 2
+
+
+def test_a_stage_on_two_ranks_is_incomplete_and_leaves_nothing_to_run():
+    rows = (("0F0", "0SEND_F0", "0RECV_B0", "0B0"), ("1RECV_F0", "1F0", "1B0", "1SEND_B0", "0F0"))
+    evidence = Evidence("literal", Case(topology=Topology.of(pp=2)), Promises(), schedule=rows)
+    assert schedule_complete.judge(evidence).status == "violated"
+    assert schedule_deadlock_free.judge(evidence).status == "not applicable"
 
 
 @pytest.mark.parametrize("judged", JUDGES)
