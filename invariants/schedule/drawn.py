@@ -45,8 +45,8 @@ def schedules(
 
     A family, or any order, with at most `max_virtual` stages a rank, on any ranks in any order; some rank may hold
     nothing. Backwards are whole or split, computations may overlap, some cells may be empty. `lowered`: with sends and
-    receives or without, by any lowering; None: either. A lowering may still end in a deadlock where sends block, or
-    receive messages of one pair in another order than they are sent: `order.evaluate` decides.
+    receives or without, by any lowering; None: either. Most lowerings promise neither to end nor to receive
+    messages in the order in which they are sent: `order.evaluate` decides.
     """
     ranks, microbatches = draw(st.integers(1, max_ranks)), draw(st.integers(1, max_microbatches))
     names = [
