@@ -61,17 +61,17 @@ def ends(schedule: Schedule | Sequence[Row], transport: str) -> bool:
 
 
 def _last(schedule: Schedule, rest: Rest, rank: int) -> Cell | None:
-    begin, end = schedule.starts[rank], schedule.starts[rank + 1]
-    done = np.flatnonzero((rest.state[begin:end] == DONE) & (schedule.op[begin:end] != IDLE))
-    if not len(done):
+    begin, end = int(schedule.starts[rank]), int(schedule.starts[rank + 1])
+    last = end - 1
+    if last >= begin and (rest.state[last] != DONE or schedule.op[last] == IDLE):
+        done = np.flatnonzero((rest.state[begin:end] == DONE) & (schedule.op[begin:end] != IDLE))
+        last = begin + int(done[-1]) if len(done) else begin - 1
+    if last < begin:
         return None
-    first = last = int(begin + done[-1])
+    first = last
     while schedule.joint[first] == NEXT:
         first -= 1
-    cells = Schedule.of_arrays([last + 1 - first], *(column[first : last + 1] for column in schedule.columns[1:])).row(
-        0
-    )
-    return cells[0]
+    return schedule.cell(first, last + 1)
 
 
 def _mismatches(wiring: Wiring, rest: Rest) -> Iterator[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, Final
 
 import numpy as np
@@ -101,19 +102,17 @@ class Schedule:
 
     def row(self, rank: int) -> Row:
         """The cells of one rank, empty ones left out."""
-        cells: list[Cell] = []
-        compound: list[Action] = []
-        for index in range(int(self.starts[rank]), int(self.starts[rank + 1])):
-            if self.op[index] == IDLE:
-                continue
-            if compound and self.joint[index] != NEXT:
-                cells.append(_compound(compound))
-                compound = []
-            if self.joint[index] == ALONE:
-                cells.append(self.action(index))
-            else:
-                compound.append(self.action(index))
-        return (*cells, _compound(compound)) if compound else tuple(cells)
+        begin, end = int(self.starts[rank]), int(self.starts[rank + 1])
+        firsts = np.flatnonzero((self.joint[begin:end] != NEXT) & (self.op[begin:end] != IDLE)) + begin
+        bounds = [*firsts.tolist(), end]
+        return tuple(self.cell(*pair) for pair in pairwise(bounds))
+
+    def cell(self, first: int, end: int) -> Cell:
+        """The cell that begins with the action `first` and ends before `end`, or before an empty cell."""
+        if self.joint[first] == ALONE:
+            return self.action(first)
+        actions = tuple(self.action(index) for index in range(first, end) if self.op[index] != IDLE)
+        return Overlap(actions) if actions[0].op.computes else Batch(actions)
 
     def rows(self) -> tuple[Row, ...]:
         """The cells of all ranks."""
@@ -254,7 +253,3 @@ def _int32(what: str, numbers: Sequence[int] | NDArray[Any]) -> NDArray[np.int32
     if wide.dtype != np.int32 and wide.size and not (wide.min() >= NO_MICROBATCH and wide.max() <= MAX_ACTIONS):
         raise UsageError(f"schedule: {what} {wide.min()} to {wide.max()}: expected -1 to {MAX_ACTIONS}")
     return wide.astype(np.int32, copy=False)
-
-
-def _compound(actions: Sequence[Action]) -> Cell:
-    return Overlap(tuple(actions)) if actions[0].op.computes else Batch(tuple(actions))
