@@ -4,7 +4,7 @@ from fractions import Fraction
 from itertools import product
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from invariants.errors import UsageError
@@ -154,7 +154,6 @@ def test_the_makespan_convention_literally():
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
-@settings(max_examples=100, deadline=None)
 @given(data=st.data(), size=st.sampled_from(GRID))
 def test_makespan_lies_within_its_bounds(name, data, size):
     stages, microbatches = size
