@@ -37,7 +37,8 @@ def of_torch(schedule: Any, *, lowered: bool = True) -> Schedule:
     ZBVZeroBubble, DualPipeV, and `_PipelineScheduleRuntime` after `_load_csv`) it is `pipeline_order_with_comms` or
     `pipeline_order`, where a step at which a rank idles is an empty cell. GPipe and 1F1B do not run their
     `pipeline_order`, which for 1F1B gives the last stage the microbatches 1 to M: here their own `_step_microbatches`
-    is run, once a rank, on stages that compute nothing, with all parameters taken as trained.
+    is run, once a rank, on stages that compute nothing, with all parameters taken as trained: some 10 microseconds an
+    action, against a fraction of one.
 
     An object without such an order is a `UsageError`.
     """
