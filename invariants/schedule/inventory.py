@@ -187,8 +187,8 @@ class Inventory:
 
 
 def _where(mask: Flags) -> Iterator[tuple[int, int]]:
-    for stage, microbatch in np.argwhere(mask):
-        yield int(stage), int(microbatch)
+    for place in np.flatnonzero(mask).tolist():
+        yield divmod(place, mask.shape[1])
 
 
 def _count(

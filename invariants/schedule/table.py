@@ -193,14 +193,17 @@ class Schedule:
     def placement(self) -> NDArray[np.int32]:
         """Rank of each stage [S], -1 where none computes it; a stage on two ranks is a `UsageError`."""
         homes = np.full(self.stages, -1, np.int32)
-        for rank in range(self.ranks):
-            here = slice(self.starts[rank], self.starts[rank + 1])
-            stage = self.stage[here][(self.op[here] <= B) & (self.stage[here] >= 0)]
-            astray = stage[(homes[stage] >= 0) & (homes[stage] != rank)]
-            if len(astray):
-                ranks = f"rank {homes[astray[0]]} and on rank {rank}"
-                raise UsageError(f"schedule: stage {astray[0]} computes on {ranks}: expected one rank a stage")
-            homes[stage] = rank
+        if available():
+            astray = _fill_homes(self.starts, self.op, self.stage, homes)
+        else:
+            computing = np.flatnonzero((self.op <= B) & (self.stage >= 0))
+            stage, rank = self.stage[computing], self.rank[computing]
+            homes = firsts(homes.shape, (stage,), rank)
+            astray = int(np.append(computing[homes[stage] != rank], -1)[0])
+        if astray >= 0:
+            stage = self.stage[astray]
+            ranks = f"rank {homes[stage]} and on rank {self.place(astray)[0]}"
+            raise UsageError(f"schedule: stage {stage} computes on {ranks}: expected one rank a stage")
         return homes
 
     @cached_property
@@ -221,6 +224,19 @@ class Schedule:
     def columns(self) -> tuple[NDArray[Any], ...]:
         """All five arrays."""
         return self.starts, self.op, self.stage, self.microbatch, self.joint
+
+
+@loop
+def _fill_homes(
+    starts: NDArray[np.int64], op: NDArray[np.uint8], stage: NDArray[np.int32], homes: NDArray[np.int32]
+) -> int:
+    for rank in range(len(starts) - 1):
+        for i in range(starts[rank], starts[rank + 1]):
+            if op[i] <= B and stage[i] >= 0:
+                if homes[stage[i]] >= 0 and homes[stage[i]] != rank:
+                    return i
+                homes[stage[i]] = rank
+    return -1
 
 
 @loop
