@@ -10,7 +10,16 @@ from fractions import Fraction
 from pathlib import Path
 
 from invariants.commands.schedule_judge import Judged, judge
-from invariants.commands.schedule_sources import Sizes, costs, lowering, outputs, scaled, sources, transports, window
+from invariants.commands.schedule_sources import (
+    Sizes,
+    costs,
+    lowering,
+    outputs,
+    read_window,
+    scaled,
+    sources,
+    transports,
+)
 from invariants.commands.session import UNKNOWN, VIOLATED, exit_status
 from invariants.errors import UsageError
 from invariants.report import document, schedule_tables, terminal
@@ -37,18 +46,14 @@ class Plan:
 def schedule(plan: Plan) -> int:
     """Judge, print and draw; returns the exit status. A user's mistake raises, before anything is written."""
     out = outputs(plan.out)
-    part = window(plan.window)
+    part = read_window(plan.window)
     wanted, how, price = transports(plan.transport), lowering(plan.lowering), costs(plan.cost)
     found = [*sources(plan.given, plan.sizes, plan.family)]
     weights = [Fraction(min(each.virtual for each in found), source.virtual) for source in found]
     judged = [
         judge(source, wanted, how, scaled(price, weight), weight) for source, weight in zip(found, weights, strict=True)
     ]
-    charts = [chart for each in judged if (chart := _chart(each))]
-    if (plan.timeline or out) and not charts:
-        print("nothing to draw: no schedule that was given ends", file=sys.stderr)
-    if part and charts and part[0] >= (last := max(chart.makespan for chart in charts)):
-        raise UsageError(f"--window {plan.window}: begins after the last makespan, {last:g}")
+    charts = _charts(judged, plan.window) if plan.timeline or out else []
     status = exit_status(line.verdict for each in judged for line in each.lines)
     _print(plan, judged, charts, part)
     for path, form in out if charts else ():
@@ -60,12 +65,18 @@ def schedule(plan: Plan) -> int:
     return status
 
 
-def _chart(judged: Judged) -> Chart | None:
-    if judged.measured is None:
-        return None
-    return Chart.of(
-        judged.source.name, schedule_tables.headline(judged), judged.measured.timeline, float(judged.weight)
-    )
+def _charts(judged: Sequence[Judged], window: str | None) -> list[Chart]:
+    charts = [
+        Chart.of(each.source.name, schedule_tables.headline(each), each.measured.timeline, float(each.weight))
+        for each in judged
+        if each.measured
+    ]
+    last = max((chart.makespan for chart in charts), default=0.0)
+    if not charts:
+        print("nothing to draw: no schedule that was given ends", file=sys.stderr)
+    elif (part := read_window(window)) and part[0] >= last:
+        raise UsageError(f"--window {window}: begins after the last makespan, {last:g}")
+    return charts
 
 
 def _print(plan: Plan, judged: Sequence[Judged], charts: Sequence[Chart], part: Window | None) -> None:

@@ -256,7 +256,7 @@ MISTAKES = [
     (["mine.csv", "--cost", "bandwidth=1"], ["bandwidth", "message_bytes"]),
     (["mine.csv", "--window", "5"], ["--window 5", "BEGIN:END"]),
     (["mine.csv", "--window", "5:4"], ["--window 5:4", "BEGIN:END"]),
-    (["mine.csv", "--window", "900:901"], ["--window 900:901", "makespan"]),
+    (["mine.csv", "--timeline", "--window", "900:901"], ["--window 900:901", "makespan"]),
     (["mine.csv", "-o", "out.pdf"], ["-o out.pdf", ".svg, .png, .html, .json"]),
     (["mine.csv", "-o", "out"], ["-o out", ".svg"]),
     (["mine.csv", "-o", "absent/out.json"], ["-o ", "absent does not exist"]),
