@@ -1,4 +1,4 @@
-"""The page about the command: what it shows is what is printed, what it lists exists, its links lead somewhere."""
+"""The pages about the command: what it shows is what is printed, what it lists exists, its links lead somewhere."""
 
 import os
 import re
@@ -16,7 +16,8 @@ from invariants.schedule.transports import TRANSPORTS
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "schedules.md"
 TEXT = PAGE.read_text()
-SHOWN = re.findall(r"^```console\n\$ ([^\n]*)\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
+README = (ROOT / "README.md").read_text()
+SHOWN = re.findall(r"^```console\n\$ ([^\n]*)\n(.*?)^```", README + TEXT, re.MULTILINE | re.DOTALL)
 FILES = re.findall(r"^`(\w+\.csv)`:\n\n```\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
 
 
