@@ -252,7 +252,7 @@ def _placed(
     source[here], op[here] = np.arange(len(table), dtype=np.int32), table.op
     sending = np.flatnonzero(sends)
     after = here[sending] + 1
-    after[ahead[np.minimum(sending + 1, len(table) - 1)] & sent[np.minimum(sending + 1, len(table) - 1)]] += 1
+    after[np.append(ahead & sent, False)[sending + 1]] += 1
     source[after], op[after] = sending, sends[sending]
     receiving = np.flatnonzero(received)
     first = here[receiving] - 1 - (ahead & sent)[receiving]
