@@ -65,7 +65,7 @@ Only = Annotated[list[str] | None, typer.Option(metavar="ID", help="judge this i
 @_ends
 def check_target(
     target: Spec,
-    cases: Annotated[int, typer.Option(help="number of cases to draw")] = 30,
+    cases: Annotated[int, typer.Option(help="number of cases to draw")] = 24,
     seed: Seed = 0,
     known: Annotated[
         list[Path] | None, typer.Option(metavar="FILE", help="known violations; may be given again")
