@@ -74,8 +74,9 @@ class Worlds:
         with tempfile.TemporaryDirectory(prefix="invariants-") as name:
             folder = Path(name)
             (folder / "scratch").mkdir()
-            preload = preloaded(target)
-            pool = WorldPool(folder, backend=self.backend, deadline_s=self.deadline_s, preload=preload)
+            pool = WorldPool(
+                folder, backend=self.backend, deadline_s=self.deadline_s, preload=preloaded(target), owned=True
+            )
             try:
                 pool.backend(max(case.topology.world_size for case in cases))
                 yield Runner(pool, target, folder / "scratch"), folder / "evidence"

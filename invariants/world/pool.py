@@ -25,7 +25,7 @@ class WorldPool:
     controller. `backend="auto"` is nccl where each rank has a device of its own, else gloo. `deadline_s` bounds each
     call that brings no deadline, and may be set at any time. `slots` is a folder that all workers of a session share:
     of their worlds that fill the cores, one computes at a time; None leaves it to the system. `preload` names modules
-    that the server imports, so that no rank has to.
+    that the server imports, so that no rank has to. `owned`: nothing in `folder` outlives a controller that is killed.
     """
 
     def __init__(
@@ -36,6 +36,7 @@ class WorldPool:
         deadline_s: float = 30.0,
         slots: Path | None = None,
         preload: Sequence[str] = (),
+        owned: bool = False,
     ) -> None:
         if backend not in get_args(Backend):
             raise UsageError(f"backend {backend!r}: expected one of {', '.join(get_args(Backend))}")
@@ -53,7 +54,8 @@ class WorldPool:
             self._slot = slots / "world.lock"
         self._warm: dict[int, World] = {}
         self._worlds: list[World] = []
-        self._server = Server(folder, self._preload)
+        self._owned = owned
+        self._server = Server(folder, self._preload, owned=owned)
 
     def __enter__(self) -> WorldPool:
         return self
@@ -117,5 +119,5 @@ class WorldPool:
     def _living_server(self) -> Server:
         if not self._server.alive:
             self._server.close()
-            self._server = Server(self._folder, self._preload)
+            self._server = Server(self._folder, self._preload, owned=self._owned)
         return self._server

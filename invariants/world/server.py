@@ -26,9 +26,12 @@ _MESSAGE = 1 << 20
 
 
 class Server:
-    """A running zygote with its private folder, a fresh one inside `parent`."""
+    """A running zygote with its private folder, a fresh one inside `parent`.
 
-    def __init__(self, parent: Path, preload: Sequence[str] = ()) -> None:
+    `owned`: `parent` is the controller's alone, and goes with it where it is killed.
+    """
+
+    def __init__(self, parent: Path, preload: Sequence[str] = (), *, owned: bool = False) -> None:
         parent.mkdir(parents=True, exist_ok=True)
         self.folder = Path(tempfile.mkdtemp(prefix="worlds-", dir=parent))
         self.exits: dict[int, int] = {}
@@ -37,7 +40,13 @@ class Server:
         self.sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs, (self.folder / "zygote.err").open("wb") as stderr:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "invariants.world.zygote", *self._arguments(theirs, preload)],
+                [
+                    sys.executable,
+                    "-m",
+                    "invariants.world.zygote",
+                    *self._arguments(theirs, preload),
+                    *([str(parent)] if owned else []),
+                ],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=stderr,

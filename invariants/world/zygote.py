@@ -14,6 +14,7 @@ import importlib
 import json
 import os
 import pickle
+import select
 import selectors
 import shutil
 import signal
@@ -48,7 +49,10 @@ IMPORTS = (
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Serve the socket with descriptor number `arguments[0]`; the private folder and a JSON list of modules follow."""
+    """Serve the socket with descriptor number `arguments[0]`; the private folder and a JSON list of modules follow.
+
+    A fourth one names a folder of the controller's, which is removed where the controller was killed.
+    """
     sock = socket.socket(fileno=int(arguments[0]))
     folder = Path(arguments[1])
     controller = os.pidfd_open(os.getppid())
@@ -71,6 +75,8 @@ def main(arguments: Sequence[str]) -> None:
         pass  # the controller left while this process was importing
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+        if len(arguments) > 3 and select.select([controller], [], [], 0)[0]:
+            shutil.rmtree(arguments[3], ignore_errors=True)
 
 
 def _devices() -> int:

@@ -523,8 +523,8 @@ def within(seconds, condition):
     return found
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_command_leaves_nothing(folder, scratch, number):
+def ended_by(number, folder):
+    """Run a command whose rank hangs, end it by a signal; returns its status, what it printed, and the rank's pid."""
     (folder / "hanging.py").write_text(HANGING)
     script = "from invariants.cli import main; main()"
     arguments = ["check", "hanging:target", "--deadline", "300", "--json", "out.json"]
@@ -546,8 +546,22 @@ def test_an_interrupted_command_leaves_nothing(folder, scratch, number):
     finally:
         process.kill()
         process.wait(10)
-    assert (process.returncode, out) == (130, "")
-    assert "Traceback" not in err
-    assert within(20, lambda: not psutil.pid_exists(int(rank.read_text())))
-    assert list(scratch.iterdir()) == []
     assert not (folder / "out.json").exists()
+    return process.returncode, out, err, int(rank.read_text())
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_command_leaves_nothing(folder, scratch, number):
+    status, out, err, pid = ended_by(number, folder)
+    assert (status, out) == (130, "")
+    assert "Traceback" not in err
+    assert within(20, lambda: not psutil.pid_exists(pid))
+    assert list(scratch.iterdir()) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGHUP])
+def test_a_killed_command_leaves_nothing(folder, scratch, number):
+    status, out, _, pid = ended_by(number, folder)
+    assert (status, out) == (-number, "")
+    assert within(20, lambda: not psutil.pid_exists(pid))
+    assert within(20, lambda: not list(scratch.iterdir()))
