@@ -135,7 +135,7 @@ def _deadlock(lowered: Schedule, transport: str) -> Line:
 
 def _waits(outcome: Outcome) -> str:
     if len(outcome.cycle) > 2:
-        return f"{len(outcome.cycle)} waits for each other: {outcome.cycle[0]}; ..."
+        return f"a cycle of {len(outcome.cycle)} waits: {outcome.cycle[0]}; ..."
     return "; ".join(outcome.cycle)
 
 
@@ -145,7 +145,8 @@ def _notes(outcome: Outcome, lowered: Schedule, transport: str) -> Iterator[str]
     yield f"last done  {', '.join(done)}"
     small = smallest(lowered, transport)
     microbatches = len(np.unique(small.microbatch[small.microbatch >= 0]))
-    yield f"smallest   {small.ranks} ranks and {microbatches} microbatches of it deadlock as well"
+    plural = "" if microbatches == 1 else "es"
+    yield f"smallest   {small.ranks} ranks and {microbatches} microbatch{plural} of it deadlock as well"
     if len(small) <= SMALL:
         yield from (f"           {row}" for row in format_csv(small).splitlines())
 

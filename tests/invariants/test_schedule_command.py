@@ -161,6 +161,36 @@ def test_a_file_is_compared_with_a_family(command, file):
     assert cells(out, "activations") == ["violated", "rank 0 holds 5: expected at most 3, the bound of 1f1b"]
 
 
+def test_a_file_that_idles_more_than_a_family_is_told(command, file):
+    name = file(*format_csv(generate("1f1b", 3, 5)).splitlines())
+    status, out, _ = command(name, "--family", "zb-h1")
+    assert status == 1
+    assert cells(out, "bubble") == ["violated", "makespan is 21: expected 17, the closed form of zb-h1"]
+    assert "own span less work" in out
+
+
+def test_a_family_that_does_not_exist_at_the_size_of_a_file_is_not_applicable(command, file):
+    status, out, _ = command(file("0F0,0B0", "1F0,1B0"), "--family", "dualpipe-v")
+    assert status == 0
+    assert cells(out, "bubble")[0] == cells(out, "activations")[0] == "not applicable"
+    assert "microbatches=1" in cells(out, "bubble")[1]
+
+
+def test_costs_beyond_a_closed_form_are_not_applicable(command):
+    status, out, _ = command("zb-v", "--pp", 2, "-m", 4, "--cost", "F=1,I=1,W=2")
+    assert status == 0
+    assert cells(out, "bubble") == ["not applicable", "zb-v: a closed form needs W <= F <= I"]
+
+
+def test_a_long_cycle_is_short_in_the_table_and_told_below(command):
+    arguments = ("--pp", 2, "-m", 5, "--virtual", 2, "--lowering", "batched", "--transport", "nccl-lazy")
+    status, out, _ = command("interleaved-1f1b", *arguments)
+    assert status == 1
+    count = int(re.match(r"a cycle of (\d+) waits: ", cells(out, "deadlock-free, nccl-lazy")[1])[1])
+    told = out[out.index("deadlock-free, nccl-lazy is violated") :]
+    assert len(re.findall(r"^  rank \d waits to ", told, re.MULTILINE)) == count > 2
+
+
 @pytest.mark.parametrize(
     ("options", "found"),
     [
@@ -252,6 +282,7 @@ MISTAKES = [
     (["mine.csv", "--cost", "F=1/0"], ["F=1/0", "numbers"]),
     (["mine.csv", "--cost", "F=1e999999999"], ["F=1e999999999", "numbers"]),
     (["mine.csv", "--cost", "F=1:2:3"], ["3 numbers for 2 stages"]),
+    (["mine.csv", "--cost", "activations=1:2:3"], ["activation_bytes", "3 numbers for 2 stages"]),
     (["mine.csv", "--cost", "latency=1:2"], ["latency=1:2", "one number"]),
     (["mine.csv", "--cost", "bandwidth=1"], ["bandwidth", "message_bytes"]),
     (["mine.csv", "--window", "5"], ["--window 5", "BEGIN:END"]),
