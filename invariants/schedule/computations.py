@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from invariants.errors import UsageError
 from invariants.schedule.compiled import available, loop
-from invariants.schedule.table import NEXT, B, Schedule
+from invariants.schedule.table import NEXT, B, Schedule, firsts
 
 _SPARSE: Final = 16
 """Tables have an entry for each stage and microbatch; more than this many an action is a mistake, or hostile."""
@@ -107,7 +107,7 @@ def _pack_numpy(
     offsets[:] = np.searchsorted(places, starts)
     if not wrong.any():
         rank = np.repeat(np.arange(len(starts) - 1, dtype=np.int32), np.diff(offsets))
-        home[stage[::-1]] = rank[::-1]
+        home[:] = firsts(home.shape, (stage,), rank)
         wrong = home[stage] != rank
     if wrong.any():
         return int(places[wrong.argmax()])
