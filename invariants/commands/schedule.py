@@ -26,6 +26,7 @@ from invariants.report import document, schedule_tables, terminal
 from invariants.report.schedule_chart import Chart, Window
 from invariants.report.schedule_terminal import timeline_text
 from invariants.report.schedule_trace import write_trace
+from invariants.schedule.compiled import only_where_it_pays
 
 
 @dataclass(frozen=True)
@@ -50,10 +51,10 @@ def schedule(plan: Plan) -> int:
     wanted, how, price = transports(plan.transport), lowering(plan.lowering), costs(plan.cost)
     found = [*sources(plan.given, plan.sizes, plan.family)]
     weights = [Fraction(min(each.virtual for each in found), source.virtual) for source in found]
-    judged = [
-        judge(source, wanted, how, scaled(price, weight), weight) for source, weight in zip(found, weights, strict=True)
-    ]
-    charts = _charts(judged, plan.window) if plan.timeline or out else []
+    pairs = list(zip(found, weights, strict=True))
+    with only_where_it_pays(sum(len(source.schedule) for source in found)):
+        judged = [judge(source, wanted, how, scaled(price, weight), weight) for source, weight in pairs]
+        charts = _charts(judged, plan.window) if plan.timeline or out else []
     status = exit_status(line.verdict for each in judged for line in each.lines)
     _print(plan, judged, charts, part)
     for path, form in out if charts else ():

@@ -7,7 +7,10 @@ actions. Compiled code is kept in numba's cache, beside the source or in the use
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache, wraps
 from importlib.util import find_spec
 from typing import Final, ParamSpec, TypeVar
@@ -17,11 +20,26 @@ R = TypeVar("R")
 
 OFF: Final = "INVARIANTS_NO_NUMBA"
 """Environment variable that, set to anything but the empty string, keeps numba out."""
+WORTH_IT: Final = 20_000
+"""Computations from which on a program that judges once is faster with numba, measured with 1F1B; importing it takes
+about a second."""
+
+_small: ContextVar[bool] = ContextVar("_small", default=False)
 
 
 def available() -> bool:
     """Whether loops can be compiled here."""
-    return not os.environ.get(OFF) and _installed()
+    return not _small.get() and not os.environ.get(OFF) and _installed()
+
+
+@contextmanager
+def only_where_it_pays(actions: int) -> Iterator[None]:
+    """Within, numba is left out where there are too few actions to make up for its import."""
+    token = _small.set(actions < WORTH_IT and "numba" not in sys.modules)
+    try:
+        yield
+    finally:
+        _small.reset(token)
 
 
 @cache
