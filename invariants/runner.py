@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from invariants.world.world import World
 
 _Result = TypeVar("_Result")
-_MEASURED = tuple(section for section in Section if section is not Section.SCHEDULE)
+_MISTAKE = f"{UsageError.__module__}.{UsageError.__qualname__}"
 _COMPARED = (Section.LOSSES, Section.GRADIENTS, Section.UPDATES, Section.TRAJECTORY)
 _RELOADED = (Section.RELOAD, Section.RESUME)
 
@@ -79,7 +79,7 @@ class _Run:
         for name in ("trained", "resumed"):
             (self.folder / name).mkdir()
         size = self.case.topology.world_size
-        trained = self._guarded(_MEASURED, lambda: self._train(self.pool.get(size)))
+        trained = self._guarded(Section, lambda: self._train(self.pool.get(size)))
         if trained is not None:
             resumed = self._guarded(_RELOADED, lambda: self._resume(trained)) if self.saves else None
             self._guarded(_COMPARED, lambda: self._compare(trained, resumed))
@@ -100,7 +100,7 @@ class _Run:
             return work()
         except WorldError as failure:
             lost = [section for section in sections if section not in self.found and section not in self.absent]
-            self.lost.update(dict.fromkeys(lost, str(failure)))
+            self.lost.update(dict.fromkeys(lost, _told(failure)))
             return None
 
     def _train(self, world: World) -> list[Trained] | None:
@@ -110,7 +110,9 @@ class _Run:
             trained: list[Trained] = self._call(world, _train_on_rank, self.folder / "trained")
         if Section.ACTIVATIONS not in self.absent:
             self.found[Section.ACTIVATIONS] = _chained(rank.peaks for rank in trained)
-        self.found[Section.REPLICAS] = _chained(rank.snapshots for rank in trained)
+        self.found[Section.REPLICAS] = snapshots = _chained(rank.snapshots for rank in trained)
+        if not any(snapshot.prints for snapshot in snapshots):
+            raise UsageError(f"target {self.target.name}: held(Kind.PARAMETER) yields nothing on any rank")
         self.found[Section.OPTIMIZER] = _chained(rank.owned for rank in trained)
         return trained
 
@@ -216,6 +218,13 @@ class _Run:
 
     def _call(self, world: World, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         return world.run(function, *arguments, deadline_s=self.deadline_s)
+
+
+def _told(failure: WorldError) -> str:
+    """A mistake in what a target hands over is one line: a traceback would show where it was noticed, not made."""
+    if isinstance(failure, RankFailed) and failure.failures[0].type_name == _MISTAKE:
+        return f"rank {failure.failures[0].rank}: {failure.failures[0].message}"
+    return str(failure)
 
 
 def _chained(parts: Iterable[Iterable[Any]]) -> tuple[Any, ...]:

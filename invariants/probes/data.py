@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 from invariants.case import Case, Mask
+from invariants.errors import UsageError
 from invariants.target import Feeds, GlobalBatch, Target, Window
 
 
 def window_of(target: Target, case: Case, step: int) -> Window:
     """The window of optimizer step `step`, counted from 0: the target's own, else random tokens."""
     if isinstance(target, Feeds):
-        return list(target.window(case, step))
+        given = target.window(case, step)
+        window = list(given) if isinstance(given, Iterable) else []
+        if not window or not all(isinstance(batch, GlobalBatch) for batch in window):
+            found = ", ".join(sorted({type(batch).__name__ for batch in window})) or "no batch"
+            raise UsageError(f"window of step {step}: {found}: expected one GlobalBatch or more")
+        return window
     return [_batch(case, step, index) for index in range(case.windows[step])]
 
 

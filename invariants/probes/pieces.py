@@ -39,6 +39,8 @@ class Piece:
 
 def pieces_of(held: Iterable[Held]) -> Iterator[Piece]:
     """Cut what a trainer holds into pieces on the CPU; a place that does not fit its tensor is a `UsageError`."""
+    if not isinstance(held, Iterable):
+        raise UsageError(f"held returned a {type(held).__name__}: expected Held objects, none where there is nothing")
     for part in held:
         _check(part)
         size = torch.Size(part.global_shape).numel()
@@ -61,6 +63,8 @@ def pieces_of(held: Iterable[Held]) -> Iterator[Piece]:
 def _check(part: Held) -> None:
     if not isinstance(part, Held):
         raise UsageError(f"held yielded a {type(part).__name__}: expected Held objects")
+    if not isinstance(part.name, str):
+        raise UsageError(f"held: a name of {part.name!r}: expected a text that names one tensor on all ranks")
     if part.tensor is MISSING:
         return
     what = part.name if part.state_key is None else f"{part.name}, state {part.state_key!r}"

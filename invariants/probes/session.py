@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -58,8 +58,17 @@ def build(context: RankContext, target: Target, case: Case, fault: str | None) -
         return Built(refused=str(reason))
     except UsageError as mistake:
         return Built(mistake=str(mistake))
+    if lacking := [name for name in ("step", "held") if not callable(getattr(trainer, name, None))]:
+        found = f"build returned a {type(trainer).__name__} without {' and '.join(lacking)}"
+        return Built(mistake=f"target {target.name}: {found}: expected a trainer, see invariants.target.Trainer")
     context.state["session"] = Session(context, target, case, trainer)
-    row = tuple(trainer.schedule()) if isinstance(trainer, Pipelines) else None
+    row = None
+    if isinstance(trainer, Pipelines):
+        cells = trainer.schedule()
+        if isinstance(cells, str) or not isinstance(cells, Iterable):
+            found = f"schedule returned a {type(cells).__name__}"
+            return Built(mistake=f"target {target.name}: {found}: expected this rank's cells, a list of texts")
+        row = tuple(cells)
     return Built(row=row, saves=isinstance(trainer, Saves))
 
 
@@ -151,7 +160,7 @@ class Session:
         """Record what a checkpoint must give back."""
         masters = (replace(print_, state_key="master") for print_ in prints_of(self.trainer.held(Kind.MASTER)))
         optimizer = (*prints_of(self.trainer.held(Kind.OPTIMIZER)), *masters)
-        steps = int(self.trainer.steps_done()) if isinstance(self.trainer, Counts) else None
+        steps = _steps(self.trainer.steps_done()) if isinstance(self.trainer, Counts) else None
         generators = tuple((name, GENERATORS[name]()) for name in self.target.promises.generators)
         parameters = prints_of(self.trainer.held(Kind.PARAMETER))
         self.recorded.state = State(self.context.rank, parameters, optimizer, generators, steps)
@@ -182,6 +191,14 @@ def _loss(result: StepResult) -> float | None:
         return None if result.loss is None else float(result.loss)
     except (TypeError, ValueError, RuntimeError) as error:
         raise UsageError(f"step: StepResult.loss is a {type(result.loss).__name__}: expected a number") from error
+
+
+def _steps(done: object) -> int:
+    """The number of steps done, which may be a tensor of one element as well."""
+    try:
+        return int(done)  # type: ignore[call-overload, no-any-return]
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise UsageError(f"steps_done returned a {type(done).__name__}: expected a number") from error
 
 
 def dump_path(folder: Path, moment: str, step: int, rank: int) -> Path:

@@ -56,6 +56,11 @@ def _add(found: dict[str, Whole], rank: int, piece: Piece) -> None:
         dtype = torch.float32 if piece.values is None else piece.values.dtype
         empty = torch.zeros(size, dtype=dtype), torch.zeros(size, dtype=torch.bool)
         whole = found[piece.name] = Whole(piece.name, piece.whole, piece.trainable, *empty)
+    if whole.shape != piece.whole:
+        raise UsageError(
+            f"held {piece.name}: rank {rank} says a global_shape of {piece.whole}, another piece {whole.shape}; "
+            "one name is one tensor"
+        )
     whole.pieces.append((rank, piece))
     if piece.values is None:
         return

@@ -109,6 +109,38 @@ class Own:
         return {"dies": Fault("", lambda: contextlib.nullcontext()), "patches": Fault("", patch)}
 
 
+class Misfit(Own):
+    """Hands over, in the place of `held`'s tensors or of its count of steps, what `behaviour` says."""
+
+    def build(self, case, rank):
+        trainer = super().build(case, rank)
+        if "holds" in self.behaviour:
+            trainer.held = lambda kind: self.behaviour["holds"]
+        trainer.steps_done = lambda: self.behaviour.get("counts", 0)
+        return trainer
+
+
+class Fed(Own):
+    """Has the data that `behaviour` says."""
+
+    def window(self, case, step):
+        return self.behaviour["window"]
+
+
+def rowless(*arguments):
+    """A trainer with a pipeline that has no row."""
+    trainer = Linear(*arguments)
+    trainer.schedule, trainer.stages = (lambda: None), (lambda: ())
+    return trainer
+
+
+def empty(*arguments):
+    """A trainer that says that it holds nothing."""
+    trainer = Linear(*arguments)
+    trainer.held = lambda kind: ()
+    return trainer
+
+
 class WithRule(Own):
     """Says how it updates."""
 
@@ -175,7 +207,8 @@ def test_a_target_of_a_few_lines_is_judged_without_a_reference_of_its_own(run, r
     found = statuses(evidence)
     assert evidence.lost == {}
     assert {name for name, status in found.items() if status == "not applicable"} == {
-        *("schedule.bubble", "schedule.activations", "schedule.deadlock-free", "optimizer.sharded")
+        *(invariant.id for invariant in BUILT_IN if invariant.id.startswith("schedule.")),
+        "optimizer.sharded",
     }
     assert set(found.values()) == {"holds", "not applicable"}
     assert "no pipeline" in evidence.absent["schedule"]
@@ -296,6 +329,50 @@ def test_a_case_outside_of_the_domain_is_the_callers_mistake(run):
     with pytest.raises(UsageError, match="'nonsense': target own has no such fault"):
         run(Own(), fault="nonsense")
     assert "holds" in statuses(run(Own())).values()
+
+
+@pytest.mark.parametrize(
+    ("trainer", "words"),
+    [
+        (lambda *_: None, "target own: build returned a NoneType without step and held: expected a trainer"),
+        (rowless, "target own: schedule returned a NoneType: expected this rank's cells"),
+        (empty, "target own: held(Kind.PARAMETER) yields nothing on any rank"),
+    ],
+)
+def test_what_is_no_trainer_is_the_targets_mistake(run, trainer, words):
+    target = Own()
+    target.build = lambda case, rank: trainer(rank, case, {})
+    with pytest.raises(UsageError) as mistake:
+        run(target)
+    assert str(mistake.value).startswith(words)
+    assert "holds" in statuses(run(Own())).values()
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "words"),
+    [
+        ({"holds": None}, "held returned a NoneType: expected Held objects"),
+        ({"window": None}, "window of step 0: no batch: expected one GlobalBatch or more"),
+        ({"window": [1, 2.0]}, "window of step 0: float, int: expected one GlobalBatch or more"),
+        ({"result": 1.0}, "step returned float: expected a StepResult"),
+        ({"counts": None}, "steps_done returned a NoneType: expected a number"),
+    ],
+)
+def test_a_mistake_in_what_a_rank_hands_over_is_one_line(run, behaviour, words):
+    evidence = run((Fed if "window" in behaviour else Misfit)(**behaviour))
+    rank, _, told = evidence.lost["losses"].partition(": ")
+    assert rank in ("rank 0", "rank 1")
+    assert told.startswith(words)
+    assert "\n" not in told
+
+
+def test_all_that_a_failing_build_loses_has_its_reason(run):
+    evidence = run(Own(build=lambda rank: fail(OSError("no such device"))()))
+    found = [verdict for verdict in (each.judge(evidence) for each in BUILT_IN) if verdict.status == "unknown"]
+    assert {verdict.reason.splitlines()[0].partition(" raised ")[2] for verdict in found} == {
+        "OSError: no such device (world of 2)"
+    }
+    assert "schedule.complete" in {verdict.invariant for verdict in found}
 
 
 def test_a_rank_that_raises_is_named_and_what_it_lost_is_unknown(run):

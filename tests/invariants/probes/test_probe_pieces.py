@@ -110,6 +110,7 @@ def test_digests_see_a_bit_that_norms_do_not():
             "expected a dense tensor of real numbers",
         ),
         (lambda torch: torch.zeros(2), "held yielded a Tensor: expected Held objects"),
+        (lambda torch: Held(None, torch.zeros(2), (2,)), "held: a name of None: expected a text"),
     ],
 )
 def test_a_place_that_does_not_fit_is_refused(held, words):

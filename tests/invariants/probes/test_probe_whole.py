@@ -115,6 +115,13 @@ def test_tolerance_is_eight_times_the_same_arithmetics_error_above_the_floor(val
     assert unit_roundoff(torch.float64) == 2.0**-53
 
 
+def test_one_name_for_two_shapes_is_refused(gathered):
+    from invariants.errors import UsageError
+
+    with pytest.raises(UsageError, match=r"held w: rank 1 says a global_shape of \(3,\), another piece \(2,\)"):
+        gathered([Held("w", tensor(1, 2), (2,))], [Held("w", tensor(1, 2, 3), (3,))])
+
+
 def test_an_error_that_is_no_rounding_is_no_tolerance():
     from invariants.errors import UsageError
     from invariants.probes.whole import tolerances
