@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from typing import Any
 
 from invariants.case import Case
+from invariants.schedule.balance import balance
 
 Applies = Callable[[Case], bool]
 
@@ -17,6 +20,27 @@ def always(_case: Case) -> bool:
 def several_stages(case: Case) -> bool:
     """Whether there is a pipeline."""
     return case.topology.size("pp") > 1
+
+
+def misled_by(counts: Callable[[Any], Sequence[float]]) -> Applies:
+    """Where `impl` chooses the split, and one by these costs has a larger stage than need be."""
+    return lambda case: _excess(case, counts) not in (None, 0)
+
+
+def served_by(counts: Callable[[Any], Sequence[float]]) -> Applies:
+    """Where `impl` chooses the split, and one by these costs is as good as any."""
+    return lambda case: _excess(case, counts) == 0
+
+
+def _excess(case: Case, counts: Callable[[Any], Sequence[float]]) -> Fraction | None:
+    from impl.partition import estimated_costs, partition
+
+    stages = case.topology.size("pp")
+    if stages < 2 or case.split is not None or stages > case.model.layers + 2:
+        return None
+    gpt: Any = case.model  # sizes have the same names there
+    chosen = balance(estimated_costs(gpt), partition(counts(gpt), stages))
+    return chosen.largest - chosen.least
 
 
 def several_replicas(case: Case) -> bool:

@@ -18,8 +18,10 @@ from impl.conditions import (
     adaptive,
     all_of,
     always,
+    misled_by,
     no_replicas,
     one_forward_one_backward,
+    served_by,
     several_batches,
     several_microbatches,
     several_ranks,
@@ -58,7 +60,7 @@ def harmless(reason: str, applies: Applies, changes: Mapping[str, Make]) -> Faul
 FAULTS: Mapping[str, Fault] = {
     # schedules
     "forward-computed-twice": fault(
-        "torch 2.13 accepts such a schedule: _validate_schedule, torch/distributed/pipelining/schedules.py",
+        "https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/pipelining/schedules.py (accepts it)",
         always,
         {"schedule.lower": misplaced.forwarded_twice},
     ),
@@ -66,6 +68,11 @@ FAULTS: Mapping[str, Fault] = {
         "https://github.com/pytorch/pytorch/issues/132644 (receives that are posted and not awaited)",
         several_stages,
         {"schedule.lower": misplaced.received_after_use, "pipeline.Execution.backward": plants.zero_where_not_received},
+    ),
+    "split-by-parameters": fault(
+        "https://github.com/deepspeedai/DeepSpeed/blob/master/deepspeed/runtime/pipe/module.py (its default method)",
+        misled_by(misplaced.parameter_counts),
+        {"config.estimated_costs": lambda _costs: misplaced.parameter_counts},
     ),
     "microbatches-serialised": fault(
         "https://github.com/pytorch/pytorch/pull/130752 (warm-up rule leaves bubbles)",
@@ -233,6 +240,9 @@ FAULTS: Mapping[str, Fault] = {
         {"checkpoint._read": plants.shard_of_replica_0},
     ),
     # harmless
+    "costs-in-other-units": harmless(
+        "a split depends on ratios alone", several_stages, {"config.estimated_costs": variants.in_other_units}
+    ),
     "sum-in-reverse-order": harmless(
         "addition in another order is as exact",
         several_replicas,
@@ -270,7 +280,9 @@ FAULTS: Mapping[str, Fault] = {
         "the manifest alone commits", several_ranks, {"grid.Grid.together": variants.last_rank_first}
     ),
     "stages-by-number-of-layers": harmless(
-        "any split trains alike", several_stages, {"config.estimated_costs": variants.by_count}
+        "any split trains alike; this one is as balanced",
+        served_by(variants.counts),
+        {"config.estimated_costs": lambda _costs: variants.counts},
     ),
 }
 """By name: what is wrong, or harmless."""

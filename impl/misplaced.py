@@ -8,6 +8,13 @@ from invariants.schedule.actions import Action, Op
 from invariants.schedule.table import Schedule
 
 
+def parameter_counts(gpt: Any) -> tuple[float, ...]:
+    """Parameters of each layer: tokens and positions, blocks of attention and two linear layers, the head."""
+    block = 12 * gpt.width**2 + 13 * gpt.width
+    head = (gpt.vocabulary + 2) * gpt.width
+    return ((gpt.vocabulary + gpt.sequence) * gpt.width, *[block] * gpt.layers, head)
+
+
 def serialised(generate: Any) -> Any:
     """Each stage finishes a microbatch before it starts the next."""
 

@@ -73,6 +73,14 @@ class Adapter:
         """The one stage of this rank."""
         return [(self.trainer.grid.pp_index, self.trainer.stage)]
 
+    def layer_costs(self) -> list[list[float]]:
+        """What the split goes by: given costs, else multiply-adds."""
+        from impl.partition import estimated_costs
+
+        config = self.trainer.config
+        costs = config.costs or estimated_costs(config.model)
+        return [[costs[layer] for layer in stage] for stage in config.stages()]
+
     def save(self, path: Path) -> None:
         """Write a checkpoint into the folder `path`."""
         self.trainer.save(path)

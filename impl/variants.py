@@ -7,6 +7,11 @@ from typing import Any
 from impl.plants import Make
 
 
+def in_other_units(costs: Any) -> Any:
+    """Costs of layers times 1024."""
+    return lambda gpt: tuple(1024 * cost for cost in costs(gpt))
+
+
 def reversed_sum(_reduce: Any) -> Any:
     """Add the replicas' gradients from the last to the first."""
 
@@ -110,9 +115,9 @@ def last_rank_first(together: Any) -> Any:
     return in_turn
 
 
-def by_count(_costs: Any) -> Any:
-    """All layers cost the same."""
-    return lambda gpt: (1.0,) * gpt.depth
+def counts(gpt: Any) -> list[float]:
+    """All layers cost the same, embedding and head included."""
+    return [1.0] * (int(gpt.layers) + 2)
 
 
 def lowered(how: str) -> Make:

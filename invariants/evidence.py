@@ -17,6 +17,7 @@ class Section(enum.Enum):
     """A part of the evidence that an invariant may need; the value is the attribute of `Evidence`."""
 
     SCHEDULE = "schedule"
+    LAYERS = "layers"
     ACTIVATIONS = "activations"
     LOSSES = "losses"
     REPLICAS = "replicas"
@@ -159,6 +160,8 @@ class Evidence:
     lost: dict[str, str] = field(default_factory=dict)
     schedule: tuple[tuple[str, ...], ...] | None = None
     """One row of cells a rank, in rank order."""
+    layers: tuple[tuple[tuple[float, ...], ...], ...] | None = None
+    """As each rank tells it, in rank order: the cost of each layer of each stage."""
     activations: tuple[StagePeak, ...] | None = None
     losses: tuple[Loss, ...] | None = None
     replicas: tuple[Snapshot, ...] | None = None

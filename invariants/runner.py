@@ -133,6 +133,11 @@ class _Run:
         else:
             reason = f"target {self.target.name}: its trainer has no pipeline"
             self.absent |= dict.fromkeys((Section.SCHEDULE, Section.ACTIVATIONS), reason)
+        layers = [rank.layers for rank in built if rank.layers is not None]
+        if len(layers) == len(built):
+            self.found[Section.LAYERS] = tuple(layers)
+        else:
+            self.absent[Section.LAYERS] = f"target {self.target.name}: its trainer does not tell what its layers cost"
         self.saves = built[0].saves and self.case.save_after is not None
         if not self.saves:
             lacks = f"target {self.target.name}: its trainer does not save"

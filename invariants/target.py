@@ -185,6 +185,18 @@ class Pipelines(Protocol):
 
 
 @runtime_checkable
+class Splits(Protocol):
+    """A trainer that divides its layers into stages itself, by what they cost."""
+
+    def layer_costs(self) -> Sequence[Sequence[float]]:
+        """Cost of each layer of each stage, all stages in their order, the same on every rank.
+
+        A cost is the time or the work of a layer for one microbatch, forward and backward, in any unit; an embedding
+        and a head are layers of their own.
+        """
+
+
+@runtime_checkable
 class Closes(Protocol):
     """A trainer that holds more than memory."""
 

@@ -20,6 +20,7 @@ FAULTS = [(name, fault) for name, target in TARGETS.items() for fault in target.
 STANDS_FOR = {
     "schedule.complete": ("impl", "forward-computed-twice"),
     "schedule.ordered": ("impl", "gradient-received-after-use"),
+    "schedule.balanced": ("impl", "split-by-parameters"),
     "schedule.bubble": ("impl", "microbatches-serialised"),
     "schedule.activations": ("impl", "graphs-kept-over-steps"),
     "schedule.deadlock-free": ("impl", "send-before-receive"),

@@ -8,6 +8,7 @@ from invariants.catalog.optimizer_sharded import optimizer_sharded
 from invariants.catalog.parameters_reference import parameters_reference
 from invariants.catalog.replicas_agree import replicas_agree
 from invariants.catalog.schedule_activations import schedule_activations
+from invariants.catalog.schedule_balanced import schedule_balanced
 from invariants.catalog.schedule_bubble import schedule_bubble
 from invariants.catalog.schedule_complete import schedule_complete
 from invariants.catalog.schedule_deadlock_free import schedule_deadlock_free
@@ -20,6 +21,7 @@ BUILT_IN: tuple[Invariant, ...] = (
     schedule_bubble,
     schedule_activations,
     schedule_deadlock_free,
+    schedule_balanced,
     loss_finite,
     replicas_agree,
     gradients_reference,

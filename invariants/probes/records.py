@@ -9,11 +9,14 @@ from invariants.evidence import Deviation, Owned, Snapshot, StagePeak, State
 
 @dataclass(frozen=True)
 class Built:
-    """How `build` went: refused, not the target's case at all, or ready, with the rank's row of the schedule."""
+    """How `build` went: refused, not the target's case at all, or ready, with the rank's row of the schedule and
+    the costs of the layers of all stages.
+    """
 
     refused: str | None = None
     mistake: str | None = None
     row: tuple[str, ...] | None = None
+    layers: tuple[tuple[float, ...], ...] | None = None
     saves: bool = False
 
 

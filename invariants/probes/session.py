@@ -34,6 +34,7 @@ from invariants.target import (
     Moment,
     Pipelines,
     Saves,
+    Splits,
     StepResult,
     Target,
     Trainer,
@@ -69,7 +70,10 @@ def build(context: RankContext, target: Target, case: Case, fault: str | None) -
             found = f"schedule returned a {type(cells).__name__}"
             return Built(mistake=f"target {target.name}: {found}: expected this rank's cells, a list of texts")
         row = tuple(cells)
-    return Built(row=row, saves=isinstance(trainer, Saves))
+    layers = None
+    if isinstance(trainer, Splits):
+        layers = tuple(tuple(map(float, stage)) for stage in trainer.layer_costs())
+    return Built(row=row, layers=layers, saves=isinstance(trainer, Saves))
 
 
 def train(context: RankContext, folder: Path) -> Trained:

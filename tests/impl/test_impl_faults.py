@@ -21,7 +21,7 @@ CASE = Case(
     history=(Step(2), Step(1), Save(), Step(1), Step(2)),
     seed=3,
 )
-SEEN_ELSEWHERE = {"graphs-kept-in-step", "graphs-kept-over-steps"}
+SEEN_ELSEWHERE = {"graphs-kept-in-step", "graphs-kept-over-steps", "split-by-parameters", "stages-by-number-of-layers"}
 
 
 def observe(context, case, folder, name, mode):
@@ -105,7 +105,7 @@ def test_shows_or_stays_hidden(worlds, clean, tmp_path, name):
     assert differences <= layout
 
 
-LAYOUT = {"exchanges-in-pairs", "even-ranks-send-first", "parameters-in-reverse-order", "stages-by-number-of-layers"}
+LAYOUT = {"exchanges-in-pairs", "even-ranks-send-first", "parameters-in-reverse-order"}
 """Variants that put things elsewhere: to other ranks, other places of a buffer, or another order of messages."""
 
 

@@ -1,6 +1,7 @@
 """The invariants of schedules, judged on literal evidence and over their whole domain; no processes."""
 
 from dataclasses import replace
+from itertools import accumulate, pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -8,12 +9,14 @@ from hypothesis import strategies as st
 
 from invariants.case import Case, Topology
 from invariants.catalog.schedule_activations import schedule_activations
+from invariants.catalog.schedule_balanced import schedule_balanced
 from invariants.catalog.schedule_bubble import schedule_bubble
 from invariants.catalog.schedule_complete import schedule_complete
 from invariants.catalog.schedule_deadlock_free import schedule_deadlock_free
 from invariants.catalog.schedule_ordered import schedule_ordered
 from invariants.evidence import Evidence, Owned, StagePeak
 from invariants.schedule.actions import Op
+from invariants.schedule.balance import best_split
 from invariants.schedule.families import FAMILIES, generate
 from invariants.schedule.lowering import LOWERINGS, lower
 from invariants.target import Promises
@@ -267,6 +270,49 @@ def test_a_stage_on_two_ranks_is_incomplete_and_leaves_nothing_to_run():
     evidence = Evidence("literal", Case(topology=Topology.of(pp=2)), Promises(), schedule=rows)
     assert schedule_complete.judge(evidence).status == "violated"
     assert schedule_deadlock_free.judge(evidence).status == "not applicable"
+
+
+def told(*stages, split=None, ranks=2):
+    case = Case(topology=Topology.of(pp=len(stages)), split=split)
+    return Evidence("literal", case, Promises(), layers=(stages,) * ranks)
+
+
+def test_the_largest_stage_is_named_beside_what_the_best_split_has():
+    verdict = schedule_balanced.judge(told((1.0, 10.0, 10.0), (1.0,)))
+    assert verdict.status == "violated"
+    (violation,) = verdict.violations
+    assert (violation.stage, violation.expected, violation.observed) == (
+        0,
+        "11, as with 2+2 layers",
+        "21, with 3+1 layers",
+    )
+
+
+@given(st.lists(st.floats(0, 100), min_size=1, max_size=9), st.data())
+def test_the_best_split_holds_and_no_other_with_a_larger_stage_does(costs, data):
+    stages = data.draw(st.integers(1, len(costs)))
+    places = st.sets(st.integers(1, max(1, len(costs) - 1)), min_size=stages - 1, max_size=stages - 1)
+    cuts = sorted(data.draw(places))
+    for split in (best_split(costs, stages), tuple(b - a for a, b in pairwise([0, *cuts, len(costs)]))):
+        edges = [0, *accumulate(split)]
+        found = schedule_balanced.judge(told(*(tuple(costs[a:b]) for a, b in pairwise(edges))))
+        least = max(map(sum, (costs[a:b] for a, b in pairwise([0, *accumulate(best_split(costs, stages))]))))
+        largest = max(sum(costs[a:b]) for a, b in pairwise(edges))
+        if largest > least * (1 + 1e-9):
+            assert found.status == "violated"
+        elif largest <= least:
+            assert found.status == "holds"
+
+
+def test_ranks_that_disagree_about_costs_are_named():
+    evidence = replace(told((1.0,), (1.0,)), layers=(((1.0,), (1.0,)), ((1.0,), (2.0,))))
+    (violation,) = schedule_balanced.judge(evidence).violations
+    assert (violation.rank, violation.observed) == (1, "1 | 2")
+
+
+def test_a_split_that_the_case_prescribes_is_not_the_target_s():
+    verdict = schedule_balanced.judge(told((1.0, 9.0), (1.0,), split=(2, 1)))
+    assert (verdict.status, verdict.reason) == ("not applicable", "the case prescribes the split 2+1")
 
 
 @pytest.mark.parametrize("judged", JUDGES)
