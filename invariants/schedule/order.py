@@ -126,7 +126,7 @@ def _swapped_loop(
 
 
 def message(schedule: Schedule, index: int) -> str:
-    """Name of what a send gives away or a receive expects: the computation that made it."""
+    """Name of what a send gives away, or a receive or a computation expects: the computation that made it."""
     action = schedule.action(index)
     maker = action.stage if action.op.sends else action.peer
     return f"{maker}{'F' if action.op.forward else 'B'}{action.microbatch}"
@@ -183,11 +183,13 @@ class _Explanation:
 
     def _sentence(self, waiter: int, target: int) -> str:
         action, rank = self.schedule.action(waiter), self.schedule.place(waiter)[0]
-        if not action.op.exchanges:
-            return f"rank {rank} waits to compute {action} until {self._until(rank, target)}"
-        verb, link = ("send", "to") if action.op.sends else ("receive", "from")
         peer = peer_rank(self.schedule, waiter)
         other = f"stage {action.peer}" if peer < 0 else "itself" if peer == rank else f"rank {peer}"
+        if not action.op.exchanges:
+            lost = f"it has received {message(self.schedule, waiter)} from {other}"
+            until = lost if target == NOBODY else self._until(rank, target)
+            return f"rank {rank} waits to compute {action} until {until}"
+        verb, link = ("send", "to") if action.op.sends else ("receive", "from")
         sentence = f"rank {rank} waits to {verb} {message(self.schedule, waiter)} {link} {other}"
         own = target in (NOBODY, int(self.wiring.partner[waiter]))
         return sentence if own else f"{sentence} until {self._until(rank, target)}"

@@ -13,6 +13,7 @@ from invariants.schedule.families import FAMILIES, generate
 from invariants.schedule.lowering import LOWERINGS, lower
 from invariants.schedule.order import evaluate
 from invariants.schedule.table import Schedule
+from invariants.schedule.text import parse_csv
 from invariants.schedule.transports import TRANSPORTS, wire
 
 POSTED = ("gloo", "nccl-lazy", "nccl-eager", "nccl-one-stream")
@@ -120,6 +121,17 @@ def test_what_nobody_receives_is_awaited_when_the_step_ends(transport: str) -> N
     outcome = evaluate(read("0F0 0SEND_F0 0SEND_F0", "1RECV_F0 1F0"), transport)
     assert not outcome.finished
     assert "which has no receive left for it" in outcome.cycle[0]
+
+
+def test_a_computation_whose_data_nobody_sends_is_told_with_its_message() -> None:
+    outcome = evaluate(read("0F0 0B0", "1RECV_F0 1F0 1B0"), "gloo")
+    assert outcome.cycle == (
+        "rank 1 waits to compute 1F0 until it has received 0F0 from rank 0, which has no send left for it",
+    )
+    outcome = evaluate(parse_csv("0F0,0RECV_B0,0B0,,,\n1F0,1B0,,,\n", "empty cells last"), "gloo")
+    assert outcome.cycle == (
+        "rank 0 waits to compute 0B0 until it has received 1B0 from rank 1, which has no send left for it",
+    )
 
 
 @given(schedules(lowered=False), st.sampled_from(list(LOWERINGS)))
