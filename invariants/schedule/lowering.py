@@ -24,6 +24,7 @@ from invariants.schedule.actions import Row
 from invariants.schedule.compiled import available, loop
 from invariants.schedule.table import (
     FIRST,
+    IDLE,
     NEXT,
     RECV_B,
     RECV_F,
@@ -65,9 +66,11 @@ _RULES: Final = ("textbook", "receive-first", "even-first")
 def lower(schedule: Schedule | Sequence[Row], how: str) -> Schedule:
     """Add the sends and receives to a schedule that holds computation only, in the order that `how` names.
 
-    Stages that share a rank exchange nothing. Whether what comes out ends, `order.evaluate` decides: only `in-order`
-    promises it. A lowering that does not exist, a schedule that communicates already or that has a stage on two ranks,
-    and, for `in-order`, one whose computations never end, are each a `UsageError`.
+    Stages that share a rank exchange nothing. Empty cells are left out, as torch leaves them out: they would part two
+    computations whose messages cross. UNSHARD, RESHARD and REDUCE_GRAD stay, and do part them. Whether what comes out
+    ends, `order.evaluate` decides: only `in-order` promises it. A lowering that does not exist, a schedule that
+    communicates already or that has a stage on two ranks, and, for `in-order`, one whose computations never end, are
+    each a `UsageError`.
     """
     if how not in LOWERINGS:
         raise UsageError(f"lowering {how!r}: expected one of {', '.join(LOWERINGS)}")
@@ -76,6 +79,8 @@ def lower(schedule: Schedule | Sequence[Row], how: str) -> Schedule:
         index = int(np.flatnonzero(table.exchanges)[0])
         place = f"rank {table.place(index)[0]}, column {table.column(index)}"
         raise UsageError(f"schedule: {table.action(index)} at {place}: expected computation only to lower")
+    if (table.op == IDLE).any():
+        table = table.kept(table.op != IDLE)
     if available() and not table.joint.any() and how in _RULES:
         columns = table.starts, table.op, table.stage, table.microbatch
         return Schedule.of_arrays(*_between_loop(*columns, table.placement, table.makers, _RULES.index(how)))

@@ -16,6 +16,7 @@ from invariants.schedule.families import FAMILIES, generate
 from invariants.schedule.lowering import LOWERINGS, lower
 from invariants.schedule.order import evaluate
 from invariants.schedule.table import ALONE, FIRST, Schedule, as_schedule
+from invariants.schedule.text import format_csv, parse_csv
 from invariants.schedule.timeline import simulate
 from invariants.schedule.transports import TRANSPORTS
 
@@ -184,6 +185,16 @@ def test_placing_by_counting_is_placing_by_sorting(how, schedule):
     assert all(
         np.array_equal(left, right) for left, right in zip(plain.columns[:-1], sorted_.columns[:-1], strict=True)
     )
+
+
+@pytest.mark.parametrize("how", LOWERINGS)
+@given(schedules())
+def test_empty_cells_change_nothing(how, schedule):
+    """torch's own files have one for each step at which a rank idles."""
+    rows = [row.split(",") for row in format_csv(schedule).splitlines()]
+    parted = parse_csv("\n".join(",,".join(row) for row in rows), "parted")
+    assert len(parted) > len(schedule) or len(schedule) == schedule.ranks
+    assert lower(parted, how) == lower(schedule, how)
 
 
 @given(schedules(), st.sampled_from([*TRANSPORTS, "buffered(1)"]))
