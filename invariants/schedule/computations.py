@@ -32,15 +32,20 @@ class Computations(NamedTuple):
     counts: NDArray[np.int64]
 
 
+def check_grid(stages: int, microbatches: int, actions: int) -> None:
+    """Refuse tables that a small schedule with one large number, or a slip in an option, would blow up."""
+    if max(stages, 1) * max(microbatches, 1) > _SPARSE * max(actions, 2**16):
+        size = f"{stages} stages x {microbatches} microbatches"
+        raise UsageError(f"schedule: {size}, but {actions} actions: expected most of them to occur")
+
+
 def computations(schedule: Schedule) -> Computations:
     """Pack a schedule's computations; a stage on two ranks, and one without stage or microbatch, are a `UsageError`.
 
     So is a schedule in which nearly all microbatches of nearly all stages are missing.
     """
     stages, microbatches = schedule.stages, schedule.microbatches
-    if stages * microbatches > _SPARSE * max(len(schedule), 2**16):
-        size = f"{stages} stages x {microbatches} microbatches"
-        raise UsageError(f"schedule: {size}, but {len(schedule)} actions: expected most of them to occur")
+    check_grid(stages, microbatches, len(schedule))
     bits = max(microbatches - 1, 0).bit_length()
     code = np.empty(len(schedule), np.int32 if stages << (bits + 3) < 2**31 else np.int64)
     offsets = np.zeros(schedule.ranks + 1, np.int64)

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from invariants.errors import UsageError
 from invariants.schedule.actions import Action, Op, Row
 from invariants.schedule.compiled import available, loop
+from invariants.schedule.computations import check_grid
 from invariants.schedule.table import (
     CODES,
     IDLE,
@@ -57,11 +58,14 @@ class Inventory:
 
     @classmethod
     def of(cls, schedule: Schedule | Sequence[Row], stages: int, microbatches: int) -> Inventory:
-        """Take stock; a number below 0 is a `UsageError`."""
+        """Take stock; a number below 0, and more pairs of a stage and a microbatch than actions can fill, by far, are a
+        `UsageError`: the tables have an entry for each.
+        """
         for label, size in (("stages", stages), ("microbatches", microbatches)):
             if size < 0:
                 raise UsageError(f"schedule: {label}={size}: expected 0 or more")
         table = as_schedule(schedule)
+        check_grid(stages, microbatches, len(table))
         first = np.full((_KINDS, stages, microbatches), -1, np.int32)
         home = np.full(stages, -1, np.int32)
         count = _count_loop if available() else _count

@@ -15,7 +15,7 @@ from invariants.errors import UsageError
 from invariants.schedule.families.one_for_one import gpipe, interleaved, one_forward_one_backward
 from invariants.schedule.families.v_shaped import dualpipe_v, zb_v
 from invariants.schedule.families.zero_bubble import zb_h1, zb_h2
-from invariants.schedule.table import Schedule
+from invariants.schedule.table import MAX_ACTIONS, Schedule
 
 
 @dataclass(frozen=True)
@@ -51,9 +51,15 @@ def generate(name: str, ranks: int, microbatches: int, virtual: int = 1) -> Sche
     """The family `name` on so many ranks, with `virtual` stages on each where the family leaves that open.
 
     A family whose ranks hold two stages takes `virtual` 1 or 2, and makes the same of either. A family that does not
-    exist, and sizes at which it does not, are a `UsageError`.
+    exist, sizes at which it does not, and sizes beyond `MAX_ACTIONS` are a `UsageError`.
     """
     family = checked(name, ranks, microbatches, virtual)
+    stages = ranks * (family.virtual or virtual)
+    # ZB-V is put together for 2N-1 microbatches at the least.
+    actions = 2 * stages * max(microbatches, 2 * ranks - 1 if name == "zb-v" else 1)
+    if actions > MAX_ACTIONS:
+        size = f"ranks={ranks}, microbatches={microbatches}, virtual={virtual}"
+        raise UsageError(f"schedule {name}: {size}: {actions} actions or more: expected at most {MAX_ACTIONS}")
     return family.build(ranks, microbatches, virtual)
 
 

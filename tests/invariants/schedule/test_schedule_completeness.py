@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from invariants.errors import UsageError
 from invariants.schedule.actions import Action, Op, parse_rows
 from invariants.schedule.completeness import complete
 from invariants.schedule.families import generate
@@ -115,3 +116,9 @@ def test_right_literals(texts):
 )
 def test_wrong_literals(texts, problems):
     assert complete(parse_rows(texts), 2, 1) == problems
+
+
+@pytest.mark.parametrize(("stages", "microbatches"), [(1, 10**8), (10**8, 1), (10**5, 10**5), (10**12, 0)])
+def test_sizes_that_the_actions_cannot_fill_are_refused_before_tables_are_made(stages, microbatches):
+    with pytest.raises(UsageError, match=f"{stages} stages x {microbatches} microbatches, but 2 actions"):
+        complete(parse_rows([["0F0", "0B0"]]), stages, microbatches)

@@ -190,3 +190,12 @@ def test_wrong_names_and_sizes_say_what_is_right():
         generate("zb-v", 2, 2, 3)
     with pytest.raises(UsageError, match="dualpipe-v: microbatches=5 on 3 ranks: expected 6 or more, 2 a rank"):
         generate("dualpipe-v", 3, 5)
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "microbatches", "virtual"),
+    [("1f1b", 10**5, 10**5, 1), ("gpipe", 1, 10**13, 1), ("interleaved-1f1b", 1, 1, 10**11), ("zb-v", 10**6, 1, 1)],
+)
+def test_sizes_that_no_memory_holds_are_refused_at_once(name, ranks, microbatches, virtual):
+    with pytest.raises(UsageError, match=f"{name}: ranks={ranks}, .*expected at most 2147483647"):
+        generate(name, ranks, microbatches, virtual)
