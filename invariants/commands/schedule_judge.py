@@ -81,11 +81,10 @@ def judge(source: Source, transports: Sequence[str], lowering: str, costs: Costs
     how = None if source.schedule.communicates else lowering
     lines = [*_contents(source)]
     try:
-        most = peaks(source.schedule, costs)
+        _ = source.schedule.placement
     except UsageError as error:
-        if lines[0].verdict == HOLDS:
-            raise
         return Judged(source, [*lines, Line("deadlock-free", UNKNOWN, str(error))], None, weight, how)
+    most = peaks(source.schedule, costs)
     lines += _deadlocks(source, transports, how)
     measured = None
     try:

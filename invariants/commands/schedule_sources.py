@@ -94,7 +94,10 @@ def _of_file(name: str, sizes: Sizes, family: str | None) -> Source:
         raise UsageError(f"schedule {name}: nothing is computed: expected a forward and a backward at the least")
     if sizes.ranks not in (None, schedule.ranks):
         raise UsageError(f"--pp {sizes.ranks}: {name} has {schedule.ranks} ranks, one a row: leave --pp out for a file")
-    stages = schedule.stages if sizes.virtual is None else schedule.ranks * sizes.virtual
+    each = sizes.virtual
+    if each is None and family is not None:
+        each = -(-schedule.stages // schedule.ranks)  # on all ranks as many, so that a last stage may be missed
+    stages = schedule.stages if each is None else schedule.ranks * each
     microbatches = schedule.microbatches if sizes.microbatches is None else sizes.microbatches
     return Source(Path(name).name, schedule, family, stages, microbatches)
 

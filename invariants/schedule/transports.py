@@ -101,11 +101,14 @@ def nccl_lazy(schedule: Schedule) -> Wiring:
     stream until its peer takes part (NCCL's buffers are not relied on). Sends and receives that are posted one by one
     share the pair's stream, both directions; a batch goes to the group's stream, and starts and ends as a whole.
     What is posted in a batch and what is posted alone never meet: their communicators differ. A computation starts
-    after the receive of its data. Sources: `ProcessGroupNCCL::pointToPoint`, torch/csrc/distributed/c10d/
-    ProcessGroupNCCL.cpp (`getKeySendRecv` for single operations, the device's key for batches); pytorch PR 74701
-    (batches use the group's communicator); NVIDIA/nccl#479 (two single sends that face each other hang); pytorch#172668
-    (pipeline schedules that hang so). torch 2.13 posts lists of sends alone, or of receives alone, one by one
-    (pytorch PR 175712): a `BATCH` cell here means one that is posted as a batch.
+    after the receive of its data. Not modelled: the host does wait while a communicator is made, at the first single
+    operation of a pair for that peer, at the first batch for the whole group.
+
+    Sources: `ProcessGroupNCCL::pointToPoint`, torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp (`getKeySendRecv` for
+    single operations, the device's key for batches); pytorch PR 74701 (batches use the group's communicator);
+    NVIDIA/nccl#479 (two single sends that face each other hang); pytorch#172668 (pipeline schedules that hang so).
+    torch 2.13 posts lists of sends alone, or of receives alone, one by one (pytorch PR 175712): a `BATCH` cell here
+    means one that is posted as a batch.
     """
     return _streams(schedule, pairs=True, communicators=True)
 

@@ -161,6 +161,21 @@ def test_a_file_is_compared_with_a_family(command, file):
     assert cells(out, "activations") == ["violated", "rank 0 holds 5: expected at most 3, the bound of 1f1b"]
 
 
+def test_a_last_stage_that_a_family_has_and_a_file_lacks_is_missed(command, file):
+    schedule = generate("zb-v", 2, 4)
+    name = file(*format_csv(schedule.kept(schedule.stage < 3)).splitlines())
+    assert cells(command(name)[1], "complete")[0] == "holds"
+    status, out, _ = command(name, "--family", "zb-v")
+    assert status == 1
+    assert cells(out, "complete") == ["violated", "3F0 is missing"]
+
+
+def test_costs_that_fit_no_stage_are_a_mistake_in_wrong_schedules_too(command, file):
+    status, out, err = command(file("0F0,0B0", "1F0"), "--cost", "activations=1:2:3")
+    assert (status, out) == (2, "")
+    assert "3 numbers for 2 stages" in err
+
+
 def test_a_file_that_idles_more_than_a_family_is_told(command, file):
     name = file(*format_csv(generate("1f1b", 3, 5)).splitlines())
     status, out, _ = command(name, "--family", "zb-h1")
