@@ -24,7 +24,7 @@ def saves(case: Case) -> str | None:
 @invariant("checkpoint.identical", needs=[Section.RELOAD], applies=saves)
 def checkpoint_identical(evidence: Evidence) -> Iterator[Violation]:
     """What fresh processes loaded is what was saved, on each rank and byte for byte: parameters, optimizer state,
-    random generators and the number of steps done; nothing is missing and nothing is added.
+    random generators and the number of steps done, no more than were made; nothing is missing and nothing is added.
     """
     if evidence.reload is None:
         raise LookupError("section reload was not recorded")
@@ -46,6 +46,9 @@ def _compare(saved: State, loaded: State, step: int | None) -> Iterator[Violatio
         if before.get(name) != after.get(name):
             states = (f"state {digest}" if digest else "nothing" for digest in (before.get(name), after.get(name)))
             yield place(f"loaded random generator {name}", *states)
+    # Fewer may be right: a trainer that skips an update need not count it.
+    if saved.steps is not None and step is not None and saved.steps > step:
+        yield place("steps done, as saved", f"{step} at most", str(saved.steps))
     if saved.steps != loaded.steps:
         yield place("steps done", *(_number(state.steps) for state in (saved, loaded)))
 

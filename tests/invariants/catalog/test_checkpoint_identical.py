@@ -38,6 +38,17 @@ def test_trainers_without_state_generators_or_step_count_hold():
     assert identical((bare,), (bare,)).status == "holds"
 
 
+@pytest.mark.parametrize("steps", [0, 1])
+def test_a_count_may_leave_out_what_was_skipped(steps):
+    assert identical((state(steps=steps),), (state(steps=steps),)).status == "holds"
+
+
+def test_a_count_of_more_steps_than_were_made_is_wrong_however_well_it_is_restored():
+    verdict = identical((state(steps=2),), (state(steps=2),))
+    (seen,) = verdict.violations
+    assert (seen.what, seen.expected, seen.observed, seen.rank) == ("steps done, as saved", "1 at most", "2", 0)
+
+
 ZEROED = replace(MOMENT, digest="00", norm=0.0)
 CHANGES = {
     "other bits": ({"parameters": (replace(WEIGHT, digest="ab"),)}, "w", "loaded parameter, elements 0 to 3"),
