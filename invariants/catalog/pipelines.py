@@ -39,6 +39,14 @@ def stages_a_rank(name: str, schedule: Schedule) -> int:
     return 1 if FAMILIES[name].virtual else max(1, schedule.stages // schedule.ranks)
 
 
+def least_stages(name: str, schedule: Schedule) -> int:
+    """Stages that a schedule has to have: those that occur, and in a family as many on each rank, else one."""
+    occur = max(schedule.stages, schedule.ranks)
+    if name not in FAMILIES:
+        return occur
+    return max(occur, schedule.ranks * (FAMILIES[name].virtual or -(-occur // schedule.ranks)))
+
+
 def first_trained_stage(evidence: Evidence) -> int:
     """Frozen first stages get no gradient. Which ones are, ranks tell; without their word, the case's split does."""
     topology = evidence.case.topology

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from invariants.catalog.pipelines import first_trained_stage, pipelines
+from invariants.catalog.pipelines import first_trained_stage, least_stages, pipelines
 from invariants.evidence import Evidence, Section
 from invariants.invariant import Violation, invariant
 from invariants.schedule.completeness import missing
@@ -21,6 +21,7 @@ def schedule_complete(evidence: Evidence) -> Iterator[Violation]:
     """
     trained = first_trained_stage(evidence)
     for ranks, schedule in pipelines(evidence):
-        inventory = Inventory.of(schedule, max(schedule.stages, schedule.ranks), evidence.case.microbatches)
+        stages = least_stages(evidence.case.schedule, schedule)
+        inventory = Inventory.of(schedule, stages, evidence.case.microbatches)
         for problem in missing(inventory, trained):
             yield Violation(problem, "a complete schedule", "an incomplete one", rank=ranks[0])

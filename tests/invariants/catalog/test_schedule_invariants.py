@@ -180,6 +180,14 @@ def test_a_microbatch_that_is_never_computed():
     assert verdict.status == "violated"
 
 
+@pytest.mark.parametrize(("name", "virtual"), [("zb-v", 1), ("dualpipe-v", 1), ("interleaved-1f1b", 3), ("1f1b", 1)])
+def test_a_last_stage_that_no_rank_computes_is_missed(name, virtual):
+    schedule = generate(name, 2, 4, virtual)
+    last = schedule.stage == schedule.stages - 1
+    for kept, status in ((schedule, "holds"), (schedule.kept(~last), "violated")):
+        assert schedule_complete.judge(recorded(name, 2, 4, rows=kept.rows())).status == status
+
+
 def test_computation_alone_is_judged_in_the_declared_lowering_only():
     plain = recorded("1f1b", 2, 2)
     assert schedule_deadlock_free.judge(plain).status == "not applicable"
