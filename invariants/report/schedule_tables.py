@@ -96,7 +96,8 @@ def sizes(judged: Judged) -> str:
     """Such as `4 ranks, 8 microbatches, 2 stages a rank`."""
     source = judged.source
     ranks = source.schedule.ranks
-    virtual = f", {number(Fraction(source.stages, ranks))} stages a rank" if ranks != source.stages else ""
+    each, more = divmod(source.stages, ranks)
+    virtual = f", {source.stages} stages" if more else f", {each} stages a rank" if each != 1 else ""
     return f"{_count(ranks, 'rank')}, {_count(source.microbatches, 'microbatch', 'microbatches')}{virtual}"
 
 

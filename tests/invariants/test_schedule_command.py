@@ -170,6 +170,11 @@ def test_a_last_stage_that_a_family_has_and_a_file_lacks_is_missed(command, file
     assert cells(out, "complete") == ["violated", "3F0 is missing"]
 
 
+def test_stages_that_are_not_as_many_on_each_rank_are_counted_together(command, file):
+    assert command(file("0F0,2F0,2B0,0B0", "1F0,1B0"))[1].startswith("mine.csv: 2 ranks, 1 microbatch, 3 stages, ")
+    assert command(file("0F0,1F0,1B0,0B0", ""))[1].startswith("mine.csv: 2 ranks, 1 microbatch, makespan 6, ")
+
+
 def test_costs_that_fit_no_stage_are_a_mistake_in_wrong_schedules_too(command, file):
     status, out, err = command(file("0F0,0B0", "1F0"), "--cost", "activations=1:2:3")
     assert (status, out) == (2, "")
