@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from invariants.errors import UsageError
 from invariants.schedule.actions import Row
+from invariants.schedule.common_order import merge, times
 from invariants.schedule.compiled import available, loop
 from invariants.schedule.table import (
     FIRST,
@@ -36,7 +37,7 @@ from invariants.schedule.table import (
     Schedule,
     as_schedule,
 )
-from invariants.schedule.timeline import NeverEnds, Timeline, simulate
+from invariants.schedule.timeline import NeverEnds, simulate
 
 LOWERINGS: Final = {
     "receive-first": (
@@ -109,7 +110,9 @@ def _in_order(table: Schedule, sends: NDArray[np.uint8], receives: NDArray[np.ui
         timeline = simulate(table)
     except NeverEnds as error:
         raise UsageError(f"lowering in-order: {error}; expected an order of computation that ends") from None
-    start, end = _times(table, timeline)
+    start, end = times(table, timeline)
+    if available():
+        return Schedule.of_arrays(*merge(table.starts, table.columns[1:], sends, receives, table.makers, start, end))
     sending, receiving = np.flatnonzero(sends), np.flatnonzero(receives)
     maker = _at_other_end(table, receives, receiving)
     known = maker >= 0
@@ -118,16 +121,6 @@ def _in_order(table: Schedule, sends: NDArray[np.uint8], receives: NDArray[np.ui
     computes = np.arange(len(time)) < len(table)
     name = np.concatenate([np.arange(len(table)), sending, np.where(known, maker, receiving)])
     return _arranged(table, sends, receives, (name, computes, time))
-
-
-def _times(table: Schedule, timeline: Timeline) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Start and end of every action [A]; what takes no time stands at the end of the computation before it."""
-    start, end = np.zeros(len(table), timeline.start.dtype), np.zeros(len(table), timeline.start.dtype)
-    start[timeline.index], end[timeline.index] = timeline.start, timeline.end
-    computed = np.maximum.accumulate(np.where(table.computes, np.arange(len(table)), -1))
-    still = ~table.computes & (computed >= table.starts[table.rank])
-    start[still] = end[still] = end[computed[still]]
-    return start, end
 
 
 def _between(table: Schedule, sends: NDArray[np.uint8], receives: NDArray[np.uint8], how: str) -> Schedule:
