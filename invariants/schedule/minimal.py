@@ -8,22 +8,41 @@ import numpy as np
 
 from invariants.errors import UsageError
 from invariants.schedule.matching import peer_ranks
-from invariants.schedule.order import ends
+from invariants.schedule.order import sticks
 from invariants.schedule.table import Schedule
 
 
 def smallest(schedule: Schedule, transport: str) -> Schedule:
-    """A part that does not end either, from which no single rank and no single microbatch can be left out.
+    """A part that sticks in the same way, from which no single rank and no single microbatch can be left out.
 
     A microbatch goes with all that is done for it, a rank with its stages and the messages to and from them; stages
-    and microbatches keep their numbers, ranks are counted anew. Ranks go first. A schedule that ends is a `UsageError`.
+    and microbatches keep their numbers, ranks are counted anew. Microbatches go first: what is left of a large schedule
+    is then small. A schedule that ends is a `UsageError`.
     """
-    if ends(schedule, transport):
+    how = sticks(schedule, transport)
+    if how is None:
         raise UsageError(f"schedule: it ends on transport {transport}: expected one that does not")
-    ranks = _fewest(range(schedule.ranks), lambda some: not ends(_on_ranks(schedule, some), transport))
-    part = _on_ranks(schedule, ranks)
-    numbers = np.unique(part.microbatch[part.microbatch >= 0]).tolist()
-    return _of_microbatches(part, _fewest(numbers, lambda some: not ends(_of_microbatches(part, some), transport)))
+
+    def same(part: Schedule) -> bool:
+        # A cycle is not to become a loss: what ranks wait for may be left out with the rest.
+        return sticks(part, transport) == how
+
+    part, size = schedule, (0, 0)
+    while size != (part.ranks, len(part)):
+        size = part.ranks, len(part)
+        numbers = np.unique(part.microbatch[part.microbatch >= 0]).tolist()
+        part = _shrunk(part, numbers, _of_microbatches, same)
+        part = _shrunk(part, range(part.ranks), _on_ranks, same)
+    return part
+
+
+def _shrunk(
+    schedule: Schedule,
+    items: Sequence[int],
+    keep: Callable[[Schedule, Sequence[int]], Schedule],
+    same: Callable[[Schedule], bool],
+) -> Schedule:
+    return keep(schedule, _fewest(items, lambda some: same(keep(schedule, some))))
 
 
 def _on_ranks(schedule: Schedule, ranks: Sequence[int]) -> Schedule:

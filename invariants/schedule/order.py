@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,6 +59,15 @@ def ends(schedule: Schedule | Sequence[Row], transport: str) -> bool:
     wiring = wire(as_schedule(schedule), transport)
     through = bool((run(wiring.network).reached == wiring.network.queues[1:]).all())
     return through and not (wiring.posts and bool((wiring.partner == NOBODY).any()))
+
+
+def sticks(schedule: Schedule, transport: str) -> Literal["in a cycle", "at a loss"] | None:
+    """How it does not end: ranks wait for each other, or one waits for what does not exist; None where it ends."""
+    wiring = wire(schedule, transport)
+    explanation = _Explanation(wiring, run(wiring.network))
+    if not explanation.cycle():
+        return None
+    return "at a loss" if explanation.lost else "in a cycle"
 
 
 def _last(schedule: Schedule, rest: Rest, rank: int) -> Cell | None:
@@ -138,6 +148,7 @@ class _Explanation:
     def __init__(self, wiring: Wiring, rest: Rest) -> None:
         self.wiring, self.rest = wiring, rest
         self.schedule, self.network = wiring.schedule, wiring.network
+        self.lost = False
 
     def cycle(self) -> tuple[str, ...]:
         """The waits from the first stuck queue on, until one repeats or leads nowhere; empty where none is stuck."""
@@ -150,6 +161,7 @@ class _Explanation:
             waiter, target = self._wait(queue)
             path[queue] = self._sentence(waiter, target) + self._standing(queue, ahead_of)
             if target == NOBODY:
+                self.lost = True
                 return (f"{path[queue]}, {self._dead_end(waiter)}",)
             queue, ahead_of = int(self.wiring.queue_of[target]), target
         return tuple(path.values())[list(path).index(queue) :]
@@ -158,7 +170,7 @@ class _Explanation:
         """Where the host posts and goes on, what nobody meets is still awaited when the step ends."""
         if not self.wiring.posts or not (lost := np.flatnonzero(self.wiring.partner == NOBODY)).size:
             return ()
-        first = int(lost[0])
+        first, self.lost = int(lost[0]), True
         return (f"{self._sentence(first, NOBODY)} when the step ends, {self._dead_end(first)}",)
 
     def _step(self, queue: int) -> list[int]:
