@@ -93,6 +93,8 @@ def torch_judges(order: Rows, rank_of: Callable[[int], int], stages: int, microb
 def against_torch(ranks: int, microbatches: int) -> None:
     """The ratios to torch at one size."""
     print(f"{ranks} ranks x {microbatches} microbatches; seconds, and torch's as a multiple of ours")
+    if (ranks, microbatches) != (64, 1024):
+        print("  (what is asked is asked at 64 x 1024)")
     cases = (
         ("Schedule1F1B", "receive-first", False, 40),
         ("ScheduleInterleaved1F1B", "in-order", False, 100),

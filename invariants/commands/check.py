@@ -102,6 +102,8 @@ def _print(judgements: Sequence[Judgement], replays: Sequence[str | None], summa
                 continue
         if replay and judgement.status in ("violated", "unknown"):
             console.print("\n" + terminal.failure_text(judgement, replay), soft_wrap=True)
+    if any(judgement.status == "unknown" and "was not done after" in judgement.reason for judgement in judgements):
+        console.print("\nwhere ranks are slow, or the machine is busy, give them longer: --deadline SECONDS")
     for line in terminal.known_texts(judgements):
         console.print(line, soft_wrap=True)
     console.print("{cases} cases, {runs} runs, {seconds:.1f} s, seed {seed}".format(**summary))

@@ -46,6 +46,13 @@ class Plan:
 
 def schedule(plan: Plan) -> int:
     """Judge, print and draw; returns the exit status. A user's mistake raises, before anything is written."""
+    try:
+        return _schedule(plan)
+    except MemoryError:
+        raise UsageError("schedule: more than this machine's memory: expected fewer ranks or microbatches") from None
+
+
+def _schedule(plan: Plan) -> int:
     out = outputs(plan.out)
     part = read_window(plan.window)
     wanted, how, price = transports(plan.transport), lowering(plan.lowering), costs(plan.cost)

@@ -31,31 +31,27 @@ def merge(
     makers: NDArray[np.int32],
     start: NDArray[np.int64],
     end: NDArray[np.int64],
-) -> tuple[NDArray[np.int64], NDArray[np.uint8], NDArray[np.int32], NDArray[np.int32], NDArray[np.uint8]]:
-    """Lengths of the ranks, and columns of what comes out.
+) -> tuple[NDArray[np.uint8], NDArray[np.int32], NDArray[np.int32], NDArray[np.uint8]]:
+    """Columns of what comes out, rank after rank; a message has the time at which it is made.
 
-    `columns` are those of `Schedule` without `starts`; `sends` and `receives` [A] what each action asks for, 0 where
-    nothing; `makers` as `Schedule.makers`; `start` and `end` [A] in ticks. A message has the time at which it is made.
-    At one time, messages come before computations, in the order of those that made them.
+    `columns` are those of `Schedule` without `starts`, `sends` and `receives` [A] what each action asks for, or 0,
+    `start` and `end` [A] ticks. At one time messages come first, in the order of the computations that made them.
     """
     op, stage, microbatch, joint = columns
     size = len(op) + np.count_nonzero(sends) + np.count_nonzero(receives)
-    codes, parts = np.empty(size, np.uint8), np.empty(size, np.uint8)
-    places, numbers = np.empty(size, np.int32), np.empty(size, np.int32)
-    lengths = np.zeros(len(starts) - 1, np.int64)
+    (codes, parts), (places, numbers) = np.empty((2, size), np.uint8), np.empty((2, size), np.int32)
     out = 0
     for rank in range(len(starts) - 1):
-        begin, last = out, starts[rank + 1]
+        last = starts[rank + 1]
         who = np.flatnonzero(receives[starts[rank] : last]) + starts[rank]
         time, name = np.empty(len(who), np.int64), np.empty(len(who), np.int64)
         for turn in range(len(who)):
             i = who[turn]
             forward = receives[i] == RECV_F
-            name[turn] = makers[stage[i] + (-1 if forward else 1), 1 if forward else 0, microbatch[i]]
-            time[turn] = end[name[turn]] if name[turn] >= 0 else start[i]
-            name[turn] = name[turn] if name[turn] >= 0 else i
-        named = np.argsort(name)
-        order = named[np.argsort(time[named], kind="mergesort")]
+            maker = makers[stage[i] + (-1 if forward else 1), 1 if forward else 0, microbatch[i]]
+            time[turn], name[turn] = (end[maker], maker) if maker >= 0 else (start[i], i)
+        order = np.argsort(name)
+        order = order[np.argsort(time[order], kind="mergesort")]
         received, sent = 0, starts[rank]
         for i in range(starts[rank], last + 1):  # the last turn is for what is left
             while True:
@@ -76,5 +72,4 @@ def merge(
             if i < last:
                 codes[out], places[out], numbers[out], parts[out] = op[i], stage[i], microbatch[i], joint[i]
                 out += 1
-        lengths[rank] = out - begin
-    return lengths, codes, places, numbers, parts
+    return codes, places, numbers, parts

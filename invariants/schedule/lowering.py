@@ -112,7 +112,9 @@ def _in_order(table: Schedule, sends: NDArray[np.uint8], receives: NDArray[np.ui
         raise UsageError(f"lowering in-order: {error}; expected an order of computation that ends") from None
     start, end = times(table, timeline)
     if available():
-        return Schedule.of_arrays(*merge(table.starts, table.columns[1:], sends, receives, table.makers, start, end))
+        added = np.append(0, np.cumsum((sends > 0).astype(np.int64) + (receives > 0)))
+        columns = merge(table.starts, table.columns[1:], sends, receives, table.makers, start, end)
+        return Schedule.of_arrays(np.diff(table.starts + added[table.starts]), *columns)
     sending, receiving = np.flatnonzero(sends), np.flatnonzero(receives)
     maker = _at_other_end(table, receives, receiving)
     known = maker >= 0

@@ -67,16 +67,26 @@ class RankFailed(WorldError):
     def __init__(self, size: int, failures: Iterable[RankFailure]) -> None:
         # Stable: within a class, the order of arrival.
         self.failures = tuple(sorted(failures, key=_order))
+        if self.failures[0].consequence:
+            # Nobody failed of itself: who is still at work has kept the others waiting until their backend gave up.
+            self.failures = tuple(sorted(self.failures, key=lambda failure: failure.kind != "stopped"))
         self.size = size
         super().__init__(str(self))
 
     def __str__(self) -> str:
         first, *others = self.failures
-        parts = [f"{first.headline} (world of {self.size})", first.text.rstrip()]
+        parts = [f"{first.headline} (world of {self.size}){self._finished(first)}", first.text.rstrip()]
         for other in others:
             label = "then" if other.consequence else "and"
             parts += ["", f"{label}: {other.headline}", other.text.rstrip()]
         return "\n".join(parts)
+
+    def _finished(self, first: RankFailure) -> str:
+        """Who had left, where a rank waited for what nobody sent."""
+        gone = sorted(set(range(self.size)) - {failure.rank for failure in self.failures})
+        if not gone or not (first.consequence or first.kind == "deadline"):
+            return ""
+        return f"; {'rank' if len(gone) == 1 else 'ranks'} {', '.join(map(str, gone))} had finished by then"
 
     def __reduce__(self) -> tuple[type[RankFailed], tuple[int, tuple[RankFailure, ...]]]:
         return RankFailed, (self.size, self.failures)

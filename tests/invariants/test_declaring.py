@@ -132,7 +132,7 @@ def test_the_registry_refuses_doubles_and_strangers():
     assert registry.select(known, []) == tuple(known.values())
     with pytest.raises(UsageError, match="declared twice"):
         registry.registry([own, declared(lambda _: [])])
-    with pytest.raises(UsageError, match=r"'nope' does not exist; expected one of schedule\.bubble"):
+    with pytest.raises(UsageError, match=r"'nope' does not exist; expected one of schedule\.complete"):
         registry.select(known, ["nope"])
     with pytest.raises(UsageError, match="not an invariant"):
         registry.checked([len], "conftest.py")

@@ -408,11 +408,10 @@ def test_the_command_imports_neither_torch_nor_matplotlib(tmp_path):
 
 
 def test_a_reader_that_goes_away_ends_it_quietly(tmp_path):
-    command = "invariants schedule 1f1b --pp 64 -m 64 --timeline | head -1; exit ${PIPESTATUS[0]}"
-    path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
-    run = subprocess.run(
-        ["bash", "-c", command], cwd=tmp_path, env={**os.environ, "PATH": path}, capture_output=True, text=True
-    )
+    program = f"{sys.executable} -c 'from invariants.cli import main; main()'"
+    command = f"{program} schedule 1f1b --pp 64 -m 64 --timeline | head -1; exit ${{PIPESTATUS[0]}}"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    run = subprocess.run(["bash", "-c", command], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert (run.returncode, run.stderr) == (cli.NOBODY_READS, "")
     assert run.stdout.startswith("1f1b: 64 ranks")
 

@@ -197,6 +197,36 @@ def test_the_marker_sets_the_deadline(world):
         world.run(sleep_in_python)
 
 
+def leave_or_wait(context):
+    import torch.distributed as dist
+
+    if context.rank == 0:
+        dist.barrier()
+
+
+def sleep_or_wait(context):
+    import torch.distributed as dist
+
+    if context.rank == 1:
+        time.sleep(600)
+    dist.barrier()
+
+
+def test_a_rank_that_waits_for_one_that_has_left_says_who_left(worlds):
+    with pytest.raises(RankFailed) as caught:
+        worlds(2).run(leave_or_wait, deadline_s=1.5)
+    headline = str(caught.value).splitlines()[0]
+    assert headline.startswith("rank 0 ")
+    assert headline.endswith("rank 1 had finished by then")
+
+
+def test_a_rank_that_sleeps_is_named_before_the_one_that_waited_for_it(worlds):
+    with pytest.raises(RankFailed) as caught:
+        worlds(2).run(sleep_or_wait, deadline_s=1.5)
+    assert caught.value.failures[0].rank == 1
+    assert "sleep" in caught.value.failures[0].text
+
+
 def test_the_backend_gives_up_before_the_deadline_and_names_the_operation(worlds):
     world = worlds.fresh(2)
     with pytest.raises(RankFailed, match=r"rank 1 raised RuntimeError: .*Timed out waiting") as caught:
