@@ -96,6 +96,8 @@ class Invariant:
             violations = tuple(self.function(evidence))
         except NotApplicable as declined:
             return verdict("not applicable", str(declined))
+        except UsageError as error:  # what was recorded cannot be read
+            return verdict("unknown", str(error))
         except Exception as error:
             return verdict("unknown", f"{self.id} itself failed: {type(error).__name__}: {error}")
         return verdict("violated" if violations else "holds", violations=violations)
