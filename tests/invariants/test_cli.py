@@ -335,7 +335,7 @@ def test_the_matrix_names_what_is_not_caught(command, runs, folder):
     status, out, _ = command("faults", "toy:toy", "--json", "out.json")
     assert status == 1
     assert "idle: not tried: it applies to no planned case" in out
-    assert "no fault here violates schedule.bubble, " in out
+    assert "no fault here violates schedule.complete, " in out
     assert "1 of 2 faults caught, 1 of 1 harmless variants clean, 4 runs, " in out
     found = json.loads((folder / "out.json").read_text())
     assert found["exit_status"] == 1
