@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import enum
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
@@ -170,22 +170,3 @@ def parse_rows(texts: Iterable[Iterable[str]]) -> tuple[Row, ...]:
 def actions_of(cell: Cell) -> tuple[Action, ...]:
     """The actions of a cell: itself, or those of a compound."""
     return (cell,) if isinstance(cell, Action) else cell.actions
-
-
-def communicates(rows: Iterable[Row]) -> bool:
-    """Whether any cell sends or receives, as against a schedule that lists computation only."""
-    return any(action.op.exchanges for row in rows for cell in row for action in actions_of(cell))
-
-
-def placement(rows: Sequence[Row]) -> dict[int, int]:
-    """Rank of each stage that computes something; a rank may hold several stages.
-
-    A stage that computes on two ranks is a `UsageError`.
-    """
-    ranks: dict[int, int] = {}
-    for rank, row in enumerate(rows):
-        for cell in row:
-            for stage in (action.stage for action in actions_of(cell) if action.op.computes):
-                if ranks.setdefault(stage, rank) != rank:
-                    raise UsageError(f"schedule: stage {stage} computes on rank {ranks[stage]} and on rank {rank}")
-    return ranks

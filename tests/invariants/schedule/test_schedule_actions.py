@@ -5,7 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from invariants.errors import UsageError
-from invariants.schedule.actions import Action, Batch, Op, Overlap, communicates, parse_cell, parse_rows, placement
+from invariants.schedule.actions import Action, Batch, Op, Overlap, parse_cell, parse_rows
+from invariants.schedule.table import Schedule
 
 STAGES, MICROBATCHES = st.integers(0, 4096), st.integers(0, 10**6)
 COMPUTATIONS = st.builds(Action, STAGES, st.sampled_from([op for op in Op if op.computes]), MICROBATCHES)
@@ -73,12 +74,13 @@ def test_activations_go_up_and_gradients_go_down(text, peer):
 
 def test_placement_follows_computation_alone():
     rows = parse_rows([["0F0", "0SEND_F0", "3F0"], ["(1RECV_F0;7SEND_B0)BATCH", "1F0"], []])
-    assert placement(rows) == {0: 0, 3: 0, 1: 1}
+    assert Schedule.of_rows(rows).placement[[0, 3, 1]].tolist() == [0, 0, 1]
+    assert set(Schedule.of_rows(rows).placement[[2, *range(4, 8)]].tolist()) == {-1}
     with pytest.raises(UsageError, match="stage 2 computes on rank 0 and on rank 2"):
-        placement(parse_rows([["2F0"], [], ["2B0"]]))
+        _ = Schedule.of_rows(parse_rows([["2F0"], [], ["2B0"]])).placement
 
 
 def test_communicates_sees_plain_and_batched_messages():
-    assert not communicates(parse_rows([["0F0", "0I0", "0W0"], ["1B0"]]))
-    assert communicates(parse_rows([["0F0"], ["1F0", "1RECV_B0"]]))
-    assert communicates(parse_rows([["0F0"], ["(1RECV_B0)BATCH"]]))
+    assert not Schedule.of_rows(parse_rows([["0F0", "0I0", "0W0"], ["1B0"]])).communicates
+    assert Schedule.of_rows(parse_rows([["0F0"], ["1F0", "1RECV_B0"]])).communicates
+    assert Schedule.of_rows(parse_rows([["0F0"], ["(1RECV_B0)BATCH"]])).communicates

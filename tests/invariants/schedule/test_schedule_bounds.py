@@ -47,7 +47,7 @@ def test_families_hold_what_their_bounds_say(name, data):
 @pytest.mark.parametrize("name", FAMILIES)
 @given(data=st.data())
 def test_only_gpipe_holds_more_for_more_microbatches(name, data):
-    ranks, _, virtual = data.draw(sizes(name, 8, 64))
+    ranks, _, virtual = data.draw(sizes(name, 16, 64))
     # Interleaved groups are of N to 2N-1 microbatches; from N * N on, of N or N+1.
     many = ranks * max(ranks, 4)
     for stage in range(virtual * ranks):

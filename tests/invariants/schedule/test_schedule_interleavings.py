@@ -249,7 +249,7 @@ def check_cycle(rows: tuple[Row, ...], columns: list[int], cycle: tuple[str, ...
             assert wait[6] == ("itself" if rank == following else f"rank {following}")
 
 
-@settings(max_examples=150)
+@settings(max_examples=250)
 @given(st.one_of(right_rows(), mutated_rows()), st.sampled_from([*TRANSPORTS, "buffered(1)", "buffered(2)"]))
 def test_agrees_with_all_interleavings(rows: tuple[Row, ...], transport: str) -> None:
     explorer = Explorer(rows, transport)
