@@ -22,16 +22,22 @@ def schedule_deadlock_free(evidence: Evidence) -> Iterator[Violation]:
     the lowering that the target declares for computation alone; each receive gets the message that it waits for.
     """
     for ranks, schedule in pipelines(evidence):
-        try:
-            lowered = _lowered(evidence, schedule)
-            outcomes = [(transport, evaluate(lowered, transport)) for transport in ("buffered", "blocking")]
-        except UsageError as error:  # a stage on two ranks: nobody can say who sends to whom
-            raise NotApplicable(str(error)) from None
-        for transport, outcome in outcomes:
+        lowered = _lowered(evidence, _placed(schedule))
+        for transport in ("buffered", "blocking"):
+            outcome = evaluate(lowered, transport)
             if not outcome.finished:
                 yield Violation(f"{transport} sends", "termination", "; ".join(outcome.cycle), rank=ranks[0])
             for mismatch in outcome.mismatches:
                 yield Violation(f"{transport} sends", "each receive gets its message", str(mismatch), rank=ranks[0])
+
+
+def _placed(schedule: Schedule) -> Schedule:
+    """The schedule, where each stage computes on one rank: else nobody can say who sends to whom."""
+    try:
+        _ = schedule.placement
+    except UsageError as error:
+        raise NotApplicable(f"{error}; see schedule.complete") from None
+    return schedule
 
 
 def _lowered(evidence: Evidence, schedule: Schedule) -> Schedule:

@@ -273,6 +273,13 @@ def test_right_schedules_are_complete_and_ordered(name, stages, microbatches, ho
     assert [judged.judge(evidence).status for judged in (schedule_complete, schedule_ordered)] == ["holds"] * 2
 
 
+def test_a_declared_lowering_that_does_not_exist_is_no_reason_to_skip():
+    declared = replace(recorded("1f1b", 2, 2), promises=Promises(lowering="carrier"))
+    verdict = schedule_deadlock_free.judge(declared)
+    assert verdict.status == "unknown"
+    assert verdict.reason.startswith("lowering 'carrier': expected one of receive-first, ")
+
+
 def test_a_stage_on_two_ranks_is_incomplete_and_leaves_nothing_to_run():
     rows = (("0F0", "0SEND_F0", "0RECV_B0", "0B0"), ("1RECV_F0", "1F0", "1B0", "1SEND_B0", "0F0"))
     evidence = Evidence("literal", Case(topology=Topology.of(pp=2)), Promises(), schedule=rows)
