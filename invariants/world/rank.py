@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
 import pickle
@@ -19,19 +20,25 @@ import torch.distributed as dist
 
 from invariants.world import guard
 from invariants.world.context import RankContext
+from invariants.world.notices import Relay
 from invariants.world.state import Baseline, communication
 from invariants.world.wire import FrameReader, dumps, loads, send_frame
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank stands: its number, its world's size and backend, the world's private folder."""
+    """Where a rank stands: its number, its world's size and backend, the world's private folder.
+
+    `relay`: the controller wants to hear of warnings and log records. `live`: somebody reads along what ranks write.
+    """
 
     rank: int
     size: int
     backend: str
     folder: Path
     timeout_s: float
+    relay: bool = False
+    live: bool = False
 
 
 def serve(sock: socket.socket, place: Place) -> None:
@@ -46,6 +53,9 @@ def serve(sock: socket.socket, place: Place) -> None:
     try:
         context = _join(place)
         guard.refuse_given(place.size)
+        relay = Relay(place.folder, place.rank)
+        if place.relay:
+            relay.install()
         baseline = Baseline(place.rank)
         send_frame(sock, pickle.dumps(("ok", dumps(None))))
         while True:
@@ -54,12 +64,16 @@ def serve(sock: socket.socket, place: Place) -> None:
                 baseline.restore(context)
                 result = dumps(communication(context))
             else:
-                result = _call(context, *command)
-            send_frame(sock, pickle.dumps(("ok", result)))
+                path, levels, cargo = command
+                with relay.during_call(levels):
+                    result = _call(context, path, cargo)
             _flush()
+            send_frame(sock, pickle.dumps(("ok", result)))
     except (EOFError, BrokenPipeError):
         return
     except BaseException as error:
+        with contextlib.suppress(Exception):  # whatever the function made of its streams
+            _flush()
         send_frame(sock, pickle.dumps(("raised", *describe(error))))
 
 

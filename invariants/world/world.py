@@ -80,7 +80,7 @@ class World:
         with self._computing():
             self._start(limit_s)
             self._used = True
-            answers = self._ask(pickle.dumps((sys.path, cargo)), limit_s)
+            answers = self._ask(pickle.dumps((sys.path, {}, cargo)), limit_s)
         return [self._read(rank, answer) for rank, answer in enumerate(answers)]
 
     def reset(self) -> None:
