@@ -6,6 +6,7 @@ from typing import Final
 
 from impl.grid import ConfigurationError
 from invariants.schedule.actions import Row
+from invariants.schedule.compiled import only_where_it_pays
 from invariants.schedule.families import generate
 from invariants.schedule.lowering import lower
 
@@ -20,4 +21,5 @@ def instructions(name: str, stages: int, microbatches: int) -> tuple[Row, ...]:
     """One row a stage: F, B, SEND_F, RECV_F, SEND_B, RECV_B in program order, for one global batch."""
     if name not in NAMES:
         raise ConfigurationError(f"schedule={name}: expected one of {', '.join(NAMES)}")
-    return lower(generate(name, stages, microbatches), LOWERING).rows()
+    with only_where_it_pays(2 * stages * microbatches):  # each rank would import numba for itself
+        return lower(generate(name, stages, microbatches), LOWERING).rows()

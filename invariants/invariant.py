@@ -92,8 +92,11 @@ class Invariant:
         for name in names:
             if getattr(evidence, name) is None:
                 return verdict("unknown", evidence.lost.get(name, f"section {name} was not recorded"))
+        from invariants.schedule.compiled import only_where_it_pays
+
         try:
-            violations = tuple(self.function(evidence))
+            with only_where_it_pays(sum(map(len, evidence.schedule or ()))):
+                violations = tuple(self.function(evidence))
         except NotApplicable as declined:
             return verdict("not applicable", str(declined))
         except UsageError as error:  # what was recorded cannot be read

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from dataclasses import replace
+from importlib.util import find_spec
 
 import pytest
 from hypothesis import given
@@ -12,6 +13,7 @@ from invariants.case import Case, Topology
 from invariants.errors import UsageError
 from invariants.evidence import Evidence, Loss, Reload, Section, State
 from invariants.invariant import NotApplicable, Violation, invariant
+from invariants.schedule.compiled import OFF, WORTH_IT, available
 from invariants.strategies import cases
 from invariants.target import Promises
 
@@ -144,3 +146,12 @@ def test_the_command_lists_every_invariant():
     assert done.returncode == 0, done.stderr
     for item in registry.built_in():
         assert item.id in done.stdout
+
+
+@pytest.mark.parametrize("cells", [12, WORTH_IT])
+def test_numba_is_imported_for_schedules_that_make_up_for_it(monkeypatch, cells):
+    monkeypatch.delenv(OFF, raising=False)
+    monkeypatch.delitem(sys.modules, "numba", raising=False)
+    seen = []
+    declared(lambda _: seen.append(available()) or ()).judge(replace(EVIDENCE, schedule=(("0F0",) * cells, ())))
+    assert seen == [cells == WORTH_IT and find_spec("numba") is not None]

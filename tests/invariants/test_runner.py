@@ -417,3 +417,13 @@ def test_a_patch_is_gone_after_its_case_whatever_happened(run, worlds):
     assert worlds(2).run(patched) == [False, False]
     run(Own(step=on_rank(0, fail(ValueError("x")))), fault="patches")
     assert worlds(2).run(patched) == [False, False]
+
+
+def test_building_imports_no_compiler_on_a_rank(worlds):
+    def imported(context):
+        import sys
+
+        impl_target.build(PIPELINE, context)
+        return "numba" in sys.modules
+
+    assert worlds.fresh(4).run(imported) == [False] * 4
