@@ -18,10 +18,13 @@ from typing import Any
 
 Levels = Mapping[str, int]
 """Levels that loggers were given, by name."""
+Notice = tuple[str, int, dict[str, Any]]
+"""`warning` or `log`, the rank, and what it was."""
+NOTICES = "notices"
 
 
 def _file(folder: Path, rank: int) -> Path:
-    return folder / f"{rank}.notices"
+    return folder / f"{rank}.{NOTICES}"
 
 
 class Relay(logging.Handler):
@@ -30,11 +33,13 @@ class Relay(logging.Handler):
     def __init__(self, folder: Path, rank: int) -> None:
         super().__init__()
         self._rank = rank
+        self._file = _file(folder, rank)
+        self._descriptor = -1
         self._noted: set[tuple[object, ...]] = set()
-        self._descriptor = os.open(_file(folder, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
 
     def install(self) -> None:
         """From now on, note every warning, whatever its filter here: the controller applies its own."""
+        self._descriptor = os.open(self._file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         logging.getLogger().addHandler(self)
         warnings.simplefilter("always")
         warnings.showwarning = self.warn
@@ -111,7 +116,7 @@ class Notices:
         self._read = {_file(folder, rank): 0 for rank in range(size)}
         self._registries: dict[str, dict[str | tuple[str, type[Warning], int], int]] = {}
 
-    def take(self) -> list[tuple[str, int, dict[str, Any]]]:
+    def take(self) -> list[Notice]:
         """Kind, rank and content of each, those of one rank in their order."""
         found = []
         for path, start in self._read.items():
@@ -124,7 +129,11 @@ class Notices:
             found += [tuple(json.loads(line)) for line in whole.splitlines()]
         return found
 
-    def hand_on(self, notices: list[tuple[str, int, dict[str, Any]]]) -> None:
+    def begin_anew(self) -> None:
+        """The files are about to be emptied."""
+        self._read = dict.fromkeys(self._read, 0)
+
+    def hand_on(self, notices: list[Notice]) -> None:
         """Log and warn here; raises a warning that this process's filters make an error."""
         logged = ((rank, content) for kind, rank, content in notices if kind == "log")
         for rank, content in sorted(logged, key=lambda item: item[1]["created"]):
