@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from invariants.world.failure import RankFailure
-from invariants.world.server import Server
+from invariants.world.starter import Starter
 from invariants.world.wire import FrameReader, send_frame
 
 GRACE_S = 1.0
@@ -47,7 +47,7 @@ class Rank:
 class Collection:
     """The answers to one command. `failures` are in the order of arrival; `unfinished` ranks are to be killed."""
 
-    def __init__(self, ranks: Sequence[Rank], server: Server, folder: Path, limit_s: float) -> None:
+    def __init__(self, ranks: Sequence[Rank], server: Starter, folder: Path, limit_s: float) -> None:
         self.failures: list[RankFailure] = []
         self._ranks = ranks
         self._server = server

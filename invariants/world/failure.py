@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from invariants.errors import WorldError
+from invariants.world.output import Output
 
 Kind = Literal["raised", "died", "deadline", "stopped"]
 """`stopped`: still at work when the world was ended because of another rank."""
@@ -54,15 +55,21 @@ class RankFailure:
         return f"rank {self.rank} {self.message}"
 
     @classmethod
-    def died(cls, rank: int, status: int, stderr: str) -> RankFailure:
-        """From `status`, an exit status, or minus the number of the signal that ended the process."""
+    def died(cls, rank: int, status: int | str, stderr: str) -> RankFailure:
+        """From `status`: an exit status, minus the number of the signal that ended the process, or words."""
         names = {number.value: number.name for number in signal.Signals}
-        name = f"killed by {names.get(-status, f'signal {-status}')}" if status < 0 else f"exit status {status}"
+        if isinstance(status, str):
+            name = status
+        else:
+            name = f"killed by {names.get(-status, f'signal {-status}')}" if status < 0 else f"exit status {status}"
         return cls(rank, "died", name, "", stderr or "(nothing on its standard error)")
 
 
 class RankFailed(WorldError):
-    """A call on a world failed; `failures` has the origin first. The world's processes are gone."""
+    """A call on a world failed; `failures` has the origin first. The world's processes are gone.
+
+    `outputs` is what the `blamed` ranks had printed, as far as it is at hand.
+    """
 
     def __init__(self, size: int, failures: Iterable[RankFailure]) -> None:
         # Stable: within a class, the order of arrival.
@@ -71,7 +78,13 @@ class RankFailed(WorldError):
             # Nobody failed of itself: who is still at work has kept the others waiting until their backend gave up.
             self.failures = tuple(sorted(self.failures, key=lambda failure: failure.kind != "stopped"))
         self.size = size
+        self.outputs: tuple[Output, ...] = ()
         super().__init__(str(self))
+
+    @property
+    def blamed(self) -> tuple[int, ...]:
+        """Ranks whose failure no other's explains; the first, where there are none."""
+        return tuple(failure.rank for failure in self.failures if not failure.consequence) or (self.failures[0].rank,)
 
     def __str__(self) -> str:
         first, *others = self.failures

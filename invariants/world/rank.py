@@ -21,6 +21,7 @@ import torch.distributed as dist
 from invariants.world import guard
 from invariants.world.context import RankContext
 from invariants.world.notices import Relay
+from invariants.world.starter import Meeting
 from invariants.world.state import Baseline, communication
 from invariants.world.wire import FrameReader, dumps, loads, send_frame
 
@@ -29,6 +30,7 @@ from invariants.world.wire import FrameReader, dumps, loads, send_frame
 class Place:
     """Where a rank stands: its number, its world's size and backend, the world's private folder.
 
+    `meeting` is None where the world is this machine's alone, and meets in its folder.
     `relay`: the controller wants to hear of warnings and log records. `live`: somebody reads along what ranks write.
     """
 
@@ -37,6 +39,7 @@ class Place:
     backend: str
     folder: Path
     timeout_s: float
+    meeting: Meeting | None = None
     relay: bool = False
     live: bool = False
 
@@ -78,27 +81,38 @@ def serve(sock: socket.socket, place: Place) -> None:
 
 
 def _join(place: Place) -> RankContext:
+    local_rank, local_size = place.rank, place.size
+    if place.meeting is not None:
+        local_rank, local_size = place.meeting.local_rank, place.meeting.local_size
     os.environ.update(
         RANK=str(place.rank),
-        LOCAL_RANK=str(place.rank),
+        LOCAL_RANK=str(local_rank),
         WORLD_SIZE=str(place.size),
-        LOCAL_WORLD_SIZE=str(place.size),
+        LOCAL_WORLD_SIZE=str(local_size),
     )
     torch.set_num_threads(1)
     device = torch.device("cpu")
     if place.backend == "nccl":
-        device = torch.device("cuda", place.rank)
+        device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
-    store = dist.FileStore(str(place.folder / "store"), place.size)  # type: ignore[attr-defined]
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if place.backend == "nccl" else "gloo",
-        store=store,
+        store=_store(place),
         rank=place.rank,
         world_size=place.size,
         timeout=timedelta(seconds=place.timeout_s),
     )
     generator = torch.Generator(device)
     return RankContext(place.rank, place.size, device, place.backend, generator)
+
+
+def _store(place: Place) -> Any:
+    if place.meeting is None:
+        return dist.FileStore(str(place.folder / "store"), place.size)  # type: ignore[attr-defined]
+    limit = timedelta(seconds=place.timeout_s)
+    # Not its master: whoever hosts the store outlives worlds.
+    store = dist.TCPStore(place.meeting.host, place.meeting.port, is_master=False, timeout=limit)  # type: ignore[attr-defined]
+    return dist.PrefixStore(place.meeting.prefix, store)  # type: ignore[attr-defined]
 
 
 def _call(context: RankContext, path: list[str], cargo: bytes) -> bytes:

@@ -12,29 +12,42 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from invariants.errors import UsageError, WorldError
+from invariants.world.starter import ANSWER_S, Starter
 
 IMPORT_S = 180.0
 """How long the zygote may import, on a cold disk."""
-ANSWER_S = 30.0
-"""How long the zygote, which never computes, may take to fork or to end."""
 _MESSAGE = 1 << 20
+LOOPBACK = {
+    # By name: gloo would otherwise look up the host's.
+    "GLOO_SOCKET_IFNAME": "lo",
+    "NCCL_SOCKET_IFNAME": "lo",
+}
 
 
-class Server:
+class Server(Starter):
     """A running zygote with its private folder, a fresh one inside `parent`.
 
-    `owned`: `parent` is the controller's alone, and goes with it where it is killed.
+    `owned`: `parent` is the controller's alone, and goes with it where it is killed. `interfaces` tells backends over
+    which network they talk.
     """
 
-    def __init__(self, parent: Path, preload: Sequence[str] = (), *, owned: bool = False) -> None:
+    def __init__(
+        self,
+        parent: Path,
+        preload: Sequence[str] = (),
+        *,
+        owned: bool = False,
+        interfaces: Mapping[str, str] = LOOPBACK,
+    ) -> None:
         parent.mkdir(parents=True, exist_ok=True)
         self.folder = Path(tempfile.mkdtemp(prefix="worlds-", dir=parent))
-        self.exits: dict[int, int] = {}
+        self.exits = {}
+        self._interfaces = interfaces
         self._devices: int | None = None
         (self.folder / "tmp").mkdir()
         self.sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -63,9 +76,7 @@ class Server:
             **os.environ,
             # What the controller can import, the zygote can.
             "PYTHONPATH": os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path),
-            # Loopback by name: gloo would otherwise look up the host's.
-            "GLOO_SOCKET_IFNAME": "lo",
-            "NCCL_SOCKET_IFNAME": "lo",
+            **self._interfaces,
             "OMP_NUM_THREADS": "1",
             "MKL_NUM_THREADS": "1",
             # Temporary files of killed ranks go with the folder.
@@ -89,11 +100,25 @@ class Server:
             self._devices = int(value)
         return self._devices
 
-    def fork(self, world: dict[str, object], sockets: Sequence[socket.socket]) -> list[int]:
-        """Fork a rank for each socket; `world` is `rank.Place` without the rank. Returns process ids."""
+    def start(self, world: dict[str, Any], size: int) -> list[tuple[int, socket.socket]]:
+        """Fork ranks 0 to `size` - 1."""
+        pairs = [socket.socketpair() for _ in range(size)]
+        try:
+            pids = self.fork(world, [theirs for _, theirs in pairs])
+        except BaseException:
+            for ours, _ in pairs:
+                ours.close()
+            raise
+        finally:
+            for _, theirs in pairs:
+                theirs.close()
+        return [(pid, ours) for pid, (ours, _) in zip(pids, pairs, strict=True)]
+
+    def fork(self, world: dict[str, Any], sockets: Sequence[socket.socket], first: int = 0) -> list[int]:
+        """Fork a rank for each socket, from rank `first` on; `world` as for `start`. Returns process ids."""
         self.devices()
         with self._naming_the_dead():
-            socket.send_fds(self.sock, [pickle.dumps(("fork", world))], [each.fileno() for each in sockets])
+            socket.send_fds(self.sock, [pickle.dumps(("fork", (first, world)))], [each.fileno() for each in sockets])
         until = time.monotonic() + ANSWER_S
         while True:
             kind, value = self._receive(until - time.monotonic())
@@ -108,16 +133,6 @@ class Server:
     def dump(self, pid: int) -> None:
         """Have a rank write its Python stacks; nothing, if it is gone."""
         self._order("dump", pid)
-
-    def wait_exits(self, pids: Sequence[int], timeout_s: float) -> bool:
-        """Wait until all of `pids` have ended and were reaped; whether they have."""
-        until = time.monotonic() + timeout_s
-        while not all(pid in self.exits for pid in pids):
-            try:
-                self.note_exit(until - time.monotonic())
-            except WorldError:  # too late, or the zygote is dead and its ranks with it
-                return False
-        return True
 
     def note_exit(self, timeout_s: float = ANSWER_S) -> None:
         """Read one message from the zygote; a `WorldError` if it has died."""

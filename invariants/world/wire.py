@@ -34,8 +34,10 @@ class FrameReader:
         """Read once; the frame if it is complete now, else None. Raises `EOFError` when the other side is gone."""
         try:
             chunk = self.sock.recv(_CHUNK)
-        except ConnectionResetError as error:
-            raise EOFError from error
+        except OSError as error:
+            if error.errno is None:  # this end's own time limit
+                raise
+            raise EOFError from error  # reset, or nothing heard over the network for too long
         if not chunk:
             raise EOFError
         self._buffer += chunk

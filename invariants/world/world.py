@@ -6,7 +6,6 @@ import contextlib
 import os
 import pickle
 import shutil
-import socket
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +18,8 @@ from invariants.errors import UsageError, WorldError
 from invariants.world.collect import Collection, Rank
 from invariants.world.failure import RankFailed, RankFailure
 from invariants.world.guard import LIMIT_S, allowed
-from invariants.world.server import Server
+from invariants.world.output import Listener, Output
+from invariants.world.starter import Starter
 from invariants.world.wire import dumps, loads
 
 EXIT_S = 5.0
@@ -33,17 +33,20 @@ BACKEND_SHARE = 0.9
 class World:
     """`size` ranks, forked when first needed and again after each failure; made by `WorldPool`.
 
-    `backend` gives gloo or nccl; `server` the zygote to fork from; `deadline_s` is asked at each call that brings none;
-    `slot` is the lock file of worlds that fill the cores.
+    `backend` gives gloo or nccl; `server` where ranks come from; `deadline_s` is asked at each call that brings none;
+    `slot` is the lock file of worlds that fill the cores; `relay` and `live` are those of the pool.
     """
 
     def __init__(
         self,
         size: int,
         backend: Callable[[int], str],
-        server: Callable[[], Server],
+        server: Callable[[], Starter],
         deadline_s: Callable[[], float],
         slot: Path | None,
+        *,
+        relay: bool = False,
+        live: bool = False,
     ) -> None:
         self.size = size
         self._backend = backend
@@ -51,8 +54,10 @@ class World:
         self._deadline_s = deadline_s
         self._slot = FileLock(slot) if slot is not None and size >= (os.cpu_count() or 1) else None
         self._ranks: list[Rank] = []
-        self._home: Server | None = None
+        self._home: Starter | None = None
         self._folder = Path()
+        self._heard = {"relay": relay, "live": live}
+        self._listener = Listener(self._folder, 0, **self._heard)
         self._made_for_s = 0.0
         self._used = False
 
@@ -80,7 +85,8 @@ class World:
         with self._computing():
             self._start(limit_s)
             self._used = True
-            answers = self._ask(pickle.dumps((sys.path, {}, cargo)), limit_s)
+            answers = self._ask(pickle.dumps((sys.path, self._listener.levels(), cargo)), limit_s)
+        self._listener.hand_on(self._listener.take())
         return [self._read(rank, answer) for rank, answer in enumerate(answers)]
 
     def reset(self) -> None:
@@ -96,8 +102,11 @@ class World:
         if not _in_step(states):
             self._end()
             return
-        for output in self._folder.glob("*.[oe][ur][tr]"):
-            os.truncate(output, 0)
+        self._listener.forget()
+
+    def outputs(self) -> tuple[Output, ...]:
+        """The end of what each rank has printed since the last reset."""
+        return self._listener.outputs() if self._ranks and self._used else ()
 
     def close(self) -> None:
         """End the ranks; a later call starts new ones. Raises `RankFailed` if an idle rank does not end in order."""
@@ -136,18 +145,10 @@ class World:
             "backend": backend,
             "folder": self._folder,
             "timeout_s": BACKEND_SHARE * limit_s,
+            **self._heard,
         }
-        pairs = [socket.socketpair() for _ in range(self.size)]
-        try:
-            pids = self._home.fork(place, [theirs for _, theirs in pairs])
-        except BaseException:
-            for ours, _ in pairs:
-                ours.close()
-            raise
-        finally:
-            for _, theirs in pairs:
-                theirs.close()
-        self._ranks = [Rank(number, pid, ours) for number, (pid, (ours, _)) in enumerate(zip(pids, pairs, strict=True))]
+        self._listener = Listener(self._folder, self.size, **self._heard)
+        self._ranks = [Rank(number, *started) for number, started in enumerate(self._home.start(place, self.size))]
         self._collect(limit_s)
 
     def _ask(self, command: bytes, limit_s: float) -> list[bytes]:
@@ -161,14 +162,27 @@ class World:
         assert self._home is not None
         collection = Collection(self._ranks, self._home, self._folder, limit_s)
         try:
-            answers = collection.collect()
+            with self._listener.shown():
+                answers = collection.collect()
+            self._home.settle([rank.pid for rank in self._ranks])
         except BaseException:  # a Ctrl-C too: what the ranks do now, nobody waits for
             self._end(kill=tuple(self._ranks))
             raise
         if answers is None:
-            self._end(kill=collection.unfinished)
-            raise RankFailed(self.size, collection.failures)
+            raise self._failed(collection)
         return answers
+
+    def _failed(self, collection: Collection) -> RankFailed:
+        """What is known of a failure, once the world is gone."""
+        failure = RankFailed(self.size, collection.failures)
+        failure.outputs = self._listener.outputs(failure.blamed)
+        notices = self._listener.take()
+        self._end(kill=collection.unfinished)
+        try:
+            self._listener.hand_on(notices)
+        except Warning as warning:  # filters make it an error; it came first, and is told so
+            failure.__context__ = warning
+        return failure
 
     def _end(self, kill: tuple[Rank, ...] = ()) -> list[RankFailure]:
         """Kill some ranks, have the others end by themselves, reap all; return who did not end in order."""

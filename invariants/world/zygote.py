@@ -127,7 +127,8 @@ class Zygote:
             return False
         order, argument = pickle.loads(data)
         if order == "fork":
-            pids = [self._fork(fd, rank, descriptors, argument) for rank, fd in enumerate(descriptors)]
+            first, world = argument
+            pids = [self._fork(fd, rank, descriptors, world) for rank, fd in enumerate(descriptors, first)]
             for fd in descriptors:
                 os.close(fd)
             self._sock.send(pickle.dumps(("forked", pids)))
@@ -184,6 +185,7 @@ def _become_rank(fd: int, rank: int, zygote: int, foreign: set[int], world: dict
                 file = os.open(place.folder / f"{rank}.{name}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
                 os.dup2(file, stream)
                 os.close(file)
+            sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
             serve(socket.socket(fileno=fd), place)
             status = 0
     except BaseException:
