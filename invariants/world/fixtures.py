@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from invariants.world import reports
 from invariants.world.guard import LIMIT_S, allowed, refusal
 
 if TYPE_CHECKING:
@@ -110,6 +111,8 @@ def worlds(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         deadline_s=config.stash[_deadline_s],
         slots=workers_share if hasattr(config, "workerinput") else None,
         preload=(*PRELOAD, *sorted(more)),
+        relay=True,
+        live=reports.shows_live(config),
     )
     with pool:
         config.stash[_pool] = pool
@@ -175,7 +178,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
     if pool is None or not _uses_worlds(item):
         return (yield)
     inner = function.hypothesis.inner_test
-    function.hypothesis.inner_test = _resetting(inner, pool)
+    function.hypothesis.inner_test = _resetting(inner, pool, item)
     try:
         return (yield)
     finally:
@@ -194,11 +197,27 @@ def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, object, object
         _set_deadline(item.config, item.config.stash[_default_s])
 
 
-def _resetting(inner: Callable[..., object], pool: WorldPool) -> Callable[..., object]:
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Tell what failing ranks have printed."""
+    report = yield
+    pool = item.config.stash.get(_pool, None)
+    if pool is not None:
+        reports.add_sections(item, call, report, pool)
+    return report
+
+
+def _resetting(inner: Callable[..., object], pool: WorldPool, item: pytest.Item) -> Callable[..., object]:
     @functools.wraps(inner)
     def example(*args: object, **kwargs: object) -> object:
+        __tracebackhide__ = True
         try:
             return inner(*args, **kwargs)
+        except Exception:
+            reports.keep_of_example(item, pool)
+            raise
         finally:
             pool.reset()
 

@@ -19,11 +19,14 @@ import torch
 import torch.distributed as dist
 
 from invariants.world import guard
+from invariants.world.attach import Breakpoint
 from invariants.world.context import RankContext
 from invariants.world.notices import Relay
 from invariants.world.starter import Meeting
 from invariants.world.state import Baseline, communication
 from invariants.world.wire import FrameReader, dumps, loads, send_frame
+
+_END = object()
 
 
 @dataclass(frozen=True)
@@ -59,10 +62,10 @@ def serve(sock: socket.socket, place: Place) -> None:
         relay = Relay(place.folder, place.rank)
         if place.relay:
             relay.install()
+        Breakpoint(place.folder, place.rank, live=place.live, limit_s=place.timeout_s).install()
         baseline = Baseline(place.rank)
-        send_frame(sock, pickle.dumps(("ok", dumps(None))))
-        while True:
-            command = pickle.loads(reader.read())
+        _answer(sock, "ok", dumps(None))
+        while (command := _next(reader)) is not _END:
             if command is None:
                 baseline.restore(context)
                 result = dumps(communication(context))
@@ -71,13 +74,24 @@ def serve(sock: socket.socket, place: Place) -> None:
                 with relay.during_call(levels):
                     result = _call(context, path, cargo)
             _flush()
-            send_frame(sock, pickle.dumps(("ok", result)))
-    except (EOFError, BrokenPipeError):
-        return
+            _answer(sock, "ok", result)
     except BaseException as error:
         with contextlib.suppress(Exception):  # whatever the function made of its streams
             _flush()
-        send_frame(sock, pickle.dumps(("raised", *describe(error))))
+        _answer(sock, "raised", *describe(error))
+
+
+def _next(reader: FrameReader) -> Any:
+    """The next command, or `_END`: the controller asks for no more."""
+    try:
+        return pickle.loads(reader.read())
+    except EOFError:
+        return _END
+
+
+def _answer(sock: socket.socket, *answer: object) -> None:
+    with contextlib.suppress(BrokenPipeError):  # nobody waits for it any more; the next command is the end
+        send_frame(sock, pickle.dumps(answer))
 
 
 def _join(place: Place) -> RankContext:
