@@ -186,7 +186,8 @@ def _become_rank(fd: int, rank: int, zygote: int, foreign: set[int], world: dict
                 os.dup2(file, stream)
                 os.close(file)
             sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-            serve(socket.socket(fileno=fd), place)
+            with socket.socket(fileno=fd) as sock:
+                serve(sock, place)
             status = 0
     except BaseException:
         traceback.print_exc()
