@@ -121,16 +121,18 @@ class Collection:
         """Have the ranks that are still at work say where."""
         stuck = self.unfinished
         overran = not self.failures
+        suspended = {rank.number for rank in stuck if self._server.suspended(rank.pid)}
         for rank in stuck:
             self._server.dump(rank.pid)
         stacks = self._stacks(stuck)
-        for rank in stuck:
+        for rank in sorted(stuck, key=lambda rank: rank.number not in suspended):
+            when = f"was not done after {self._limit_s:g} s" if overran else "was still at work"
             self.failures.append(
                 RankFailure(
                     rank.number,
                     "deadline" if overran else "stopped",
                     "",
-                    f"was not done after {self._limit_s:g} s" if overran else "was still at work",
+                    f"{when}: its process was stopped by a signal (state T)" if rank.number in suspended else when,
                     stacks[rank.number] or f"(no stack: it did not answer SIGUSR1 within {DUMP_S:g} s)",
                 )
             )

@@ -16,6 +16,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil  # type: ignore[import-untyped]
+
 from invariants.errors import UsageError, WorldError
 from invariants.world.starter import ANSWER_S, Starter
 
@@ -133,6 +135,12 @@ class Server(Starter):
     def dump(self, pid: int) -> None:
         """Have a rank write its Python stacks; nothing, if it is gone."""
         self._order("dump", pid)
+
+    def suspended(self, pid: int) -> bool:
+        """Whether a rank was stopped by a signal; `dump` lets it go on."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            return bool(psutil.Process(pid).status() == psutil.STATUS_STOPPED)
+        return False
 
     def note_exit(self, timeout_s: float = ANSWER_S) -> None:
         """Read one message from the zygote; a `WorldError` if it has died."""

@@ -74,6 +74,10 @@ class Starter(ABC):
         """Why there can be no world of `size` ranks, or None."""
         return None
 
+    def suspended(self, pid: int) -> bool:  # noqa: ARG002
+        """Whether a rank was stopped by a signal, as far as that can be seen from here."""
+        return False
+
     def settle(self, pids: Sequence[int]) -> None:  # noqa: B027
         """Return when all that these ranks have written up to now can be read in their world's folder."""
 

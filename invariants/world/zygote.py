@@ -137,6 +137,7 @@ class Zygote:
                 self._kill(argument)
             else:
                 os.kill(argument, signal.SIGUSR1)
+                os.kill(argument, signal.SIGCONT)  # where it was stopped, it answers only then
         return True
 
     def _fork(self, fd: int, rank: int, descriptors: list[int], world: dict[str, object]) -> int:
