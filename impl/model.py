@@ -114,9 +114,8 @@ def build_layer(gpt: GPT, index: int, seed: int) -> nn.Module:
     Matrices are normal with variance 1 / (last dimension), norms 1, biases 0. torch's global random state is untouched.
     """
     kind = Embedding if index == 0 else Head if index == gpt.depth - 1 else Block
-    with torch.device("meta"):
+    with torch.random.fork_rng(devices=[]):  # it draws its own values, which are overwritten
         layer: nn.Module = kind(gpt)
-    layer.to_empty(device="cpu")
     generator = torch.Generator().manual_seed(seed * 100_003 + index)
     with torch.no_grad():
         for name, parameter in layer.named_parameters():

@@ -134,7 +134,7 @@ class Reference:
                 losses = cross_entropy(self.model(tokens).flatten(0, 1), targets.flatten(), reduction="none")
                 loss = (losses * mask.flatten().to(losses.dtype)).sum() / count
                 loss.backward()
-                total += float(loss)
+                total += float(loss.detach())
         observe(Moment.REDUCED)
         self.optimizer.step()
         self.steps += 1

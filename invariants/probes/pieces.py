@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -141,13 +141,13 @@ def _dtype(values: Tensor) -> str:
     return str(values.dtype).removeprefix("torch.")
 
 
-def dump(path: Path, held: Iterable[Held]) -> None:
-    """Write all pieces into one file: one flat tensor a dtype, and where each piece lies in it."""
+def dump(path: Path, pieces: Iterable[Piece]) -> None:
+    """Write pieces into one file: one flat tensor a dtype, and where each piece lies in it."""
     values: dict[str, list[Tensor]] = {}
     starts: dict[str, int] = {}
     places = []
-    for piece in pieces_of(held):
-        place = {**asdict(replace(piece, values=None)), "values": None}
+    for piece in pieces:
+        place = {**vars(piece), "values": None}
         if piece.values is not None:
             dtype = _dtype(piece.values)
             place["values"] = dtype, starts.get(dtype, 0)

@@ -24,7 +24,7 @@ from invariants.errors import Refused, UsageError
 from invariants.evidence import Snapshot, State
 from invariants.probes.activations import Activations
 from invariants.probes.data import window_of
-from invariants.probes.pieces import digest_of, dump, owned_of, pieces_of, prints_of
+from invariants.probes.pieces import digest_of, dump, owned_of, pieces_of, print_of, prints_of
 from invariants.probes.records import Built, Stepped, Trained
 from invariants.target import (
     Closes,
@@ -135,7 +135,7 @@ class Session:
         def observe(moment: Moment) -> None:
             if moment is not Moment.REDUCED:
                 raise UsageError(f"step: observe({moment!r}): expected Moment.REDUCED")
-            dump(gradients, self.trainer.held(Kind.GRADIENT))
+            dump(gradients, pieces_of(self.trainer.held(Kind.GRADIENT)))
 
         window = window_of(self.target, self.case, self.done)
         with self.activations.watching():
@@ -143,22 +143,18 @@ class Session:
         if not isinstance(result, StepResult):
             raise UsageError(f"step returned {type(result).__name__}: expected a StepResult")
         self.done += 1
-        finite = all(
-            bool(piece.values.isfinite().all())
-            for piece in pieces_of(self.trainer.held(Kind.PARAMETER))
-            if piece.values is not None
-        )
-        skipped = bool(result.skipped)
+        finite, skipped = self.snapshot(), bool(result.skipped)
         self.recorded.steps.append(Stepped(self.done, _loss(result), finite, skipped, gradients.exists()))
         self.recorded.peaks += self.activations.peaks(rank, self.done)
-        self.snapshot()
 
-    def snapshot(self) -> None:
-        """Record all parameters, by digest and by value."""
+    def snapshot(self) -> bool:
+        """Record all parameters, by digest and by value; whether they are finite."""
         rank = self.context.rank
-        prints = prints_of(self.trainer.held(Kind.PARAMETER))
+        pieces = list(pieces_of(self.trainer.held(Kind.PARAMETER)))
+        prints = tuple(print_of(piece) for piece in pieces if piece.values is not None)
         self.recorded.snapshots.append(Snapshot(rank, self.done, self.loaded, prints))
-        dump(dump_path(self.folder, PARAMETERS, self.done, rank), self.trainer.held(Kind.PARAMETER))
+        dump(dump_path(self.folder, PARAMETERS, self.done, rank), pieces)
+        return all(bool(piece.values.isfinite().all()) for piece in pieces if piece.values is not None)
 
     def record_state(self) -> None:
         """Record what a checkpoint must give back."""

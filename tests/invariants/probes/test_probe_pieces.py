@@ -64,7 +64,7 @@ def test_a_dump_reads_back_bit_for_bit(tmp_path_factory, drawn):
     _, held = drawn
     path = tmp_path_factory.mktemp("dump") / "d"
     parts = [held, Held("gone", MISSING, (2, 3))]
-    dump(path, parts)
+    dump(path, pieces_of(parts))
     for written, found in zip(pieces_of(parts), read(path), strict=True):
         assert (written.name, written.lo, written.hi, written.whole) == (found.name, found.lo, found.hi, found.whole)
         assert (written.values is None) == (found.values is None)

@@ -12,13 +12,13 @@ from invariants.target import MISSING, Held
 @pytest.fixture
 def gathered(tmp_path):
     """Dump what each rank holds, and gather it."""
-    from invariants.probes.pieces import dump
+    from invariants.probes.pieces import dump, pieces_of
     from invariants.probes.session import dump_path
     from invariants.probes.whole import gather
 
     def do(*ranks):
         for rank, held in enumerate(ranks):
-            dump(dump_path(tmp_path, "m", 0, rank), held)
+            dump(dump_path(tmp_path, "m", 0, rank), pieces_of(held))
         return gather(tmp_path, "m", 0, len(ranks))
 
     return do
@@ -81,11 +81,11 @@ def test_padding_and_counters_are_no_values(gathered):
 
 
 def test_a_moment_that_one_rank_never_reached_gives_nothing(tmp_path):
-    from invariants.probes.pieces import dump
+    from invariants.probes.pieces import dump, pieces_of
     from invariants.probes.session import dump_path
     from invariants.probes.whole import gather
 
-    dump(dump_path(tmp_path, "m", 0, 0), [Held("w", tensor(1), (1,))])
+    dump(dump_path(tmp_path, "m", 0, 0), pieces_of([Held("w", tensor(1), (1,))]))
     assert gather(tmp_path, "m", 0, 2) is None
 
 
