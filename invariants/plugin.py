@@ -2,4 +2,9 @@
 
 from __future__ import annotations
 
-pytest_plugins = ("invariants.world.fixtures", "invariants.suite_plugin")
+pytest_plugins = (
+    "invariants.world.fixtures",
+    "invariants.world.launched.controller",
+    "invariants.world.launched.serving",
+    "invariants.suite_plugin",
+)

@@ -13,6 +13,7 @@ import pytest
 
 from invariants.world import reports
 from invariants.world.guard import LIMIT_S, allowed, refusal
+from invariants.world.launched.controller import fleet_of
 
 if TYPE_CHECKING:
     from invariants.world.pool import WorldPool
@@ -105,12 +106,16 @@ def worlds(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
     more = request.config.stash[preload]
     config, workers_share = request.config, shared_folder(request.config, tmp_path_factory)
+    fleet = fleet_of(config)
+    if fleet is not None:
+        fleet.muster(tmp_path_factory.getbasetemp(), (*PRELOAD, *sorted(more)))
     pool = WorldPool(
         tmp_path_factory.getbasetemp(),
         backend=config.getoption("--backend"),
         deadline_s=config.stash[_deadline_s],
         slots=workers_share if hasattr(config, "workerinput") else None,
         preload=(*PRELOAD, *sorted(more)),
+        starter=fleet,
         relay=True,
         live=reports.shows_live(config),
     )

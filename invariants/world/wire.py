@@ -32,6 +32,15 @@ class FrameReader:
 
     def read_some(self) -> bytes | None:
         """Read once; the frame if it is complete now, else None. Raises `EOFError` when the other side is gone."""
+        self._receive()
+        return self._take()
+
+    def read_all(self) -> list[bytes]:
+        """Read once; all frames that are complete now, of a sender that waits for no answer."""
+        self._receive()
+        return list(iter(self._take, None))
+
+    def _receive(self) -> None:
         try:
             chunk = self.sock.recv(_CHUNK)
         except OSError as error:
@@ -41,6 +50,8 @@ class FrameReader:
         if not chunk:
             raise EOFError
         self._buffer += chunk
+
+    def _take(self) -> bytes | None:
         if len(self._buffer) < _LENGTH.size:
             return None
         end = _LENGTH.size + int(_LENGTH.unpack_from(self._buffer)[0])
