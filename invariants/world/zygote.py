@@ -20,16 +20,21 @@ import shutil
 import signal
 import socket
 import sys
+import time
 import traceback
 import weakref
 from collections.abc import Sequence
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import NoReturn
 
 from invariants.world import wire
 
 _PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
 _MESSAGE = 1 << 20
+ORPHANS_S = 2.5
+"""How long what ranks have started may outlive them all: torch's manager of shared memory clears up after 2 s."""
 
 IMPORTS = (
     "numpy",
@@ -102,13 +107,20 @@ class Zygote:
         self._selector.register(sock, selectors.EVENT_READ)
         self._selector.register(controller, selectors.EVENT_READ)
         self._controller = controller
+        # Shared memory of a rank that is killed is unlinked by this process's helper, at the latest when both end.
+        resource_tracker.ensure_running()
+        self._helpers = _children()
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
     def serve(self) -> None:
         """Obey the controller until it is gone; then end every rank."""
         try:
             while True:
                 # Unbounded on purpose: what ends it is the end of the controller, which the selector reports.
-                for key, _ in self._selector.select():
+                events = self._selector.select(ORPHANS_S if not self._pidfds and self._orphans() else None)
+                if not events:
+                    self._end_orphans(0)
+                for key, _ in events:
                     if key.fileobj is self._sock:
                         if not self._obey():
                             return
@@ -120,6 +132,7 @@ class Zygote:
             for pid in list(self._pidfds):
                 self._kill(pid)
                 self._reap(pid)
+            self._end_orphans(ORPHANS_S)
 
     def _obey(self) -> bool:
         data, descriptors, _, _ = socket.recv_fds(self._sock, _MESSAGE, 64)
@@ -169,6 +182,25 @@ class Zygote:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self._sock.send(pickle.dumps(("exit", (pid, status))))
 
+    def _orphans(self) -> set[int]:
+        """What ranks had started in sessions of its own and has outlived them: it is this process's by now."""
+        return {pid for pid in _children() - self._helpers - set(self._pidfds) if not os.waitpid(pid, os.WNOHANG)[0]}
+
+    def _end_orphans(self, grace_s: float) -> None:
+        until = time.monotonic() + grace_s
+        while self._orphans() and time.monotonic() < until:
+            time.sleep(0.01)
+        while orphans := self._orphans():  # each may leave others
+            for pid in orphans:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+
+
+def _children() -> set[int]:
+    """Processes of which this one is the parent; none where the kernel was built without telling."""
+    listed = Path(f"/proc/self/task/{os.getpid()}/children")
+    return set(map(int, listed.read_text().split())) if listed.exists() else set()
+
 
 def _become_rank(fd: int, rank: int, zygote: int, foreign: set[int], world: dict[str, object]) -> NoReturn:
     """In the child: give up what belongs to the zygote, serve as a rank, and end as a process normally ends."""
@@ -193,15 +225,23 @@ def _become_rank(fd: int, rank: int, zygote: int, foreign: set[int], world: dict
     except BaseException:
         traceback.print_exc()
     finally:
-        # Coverage and others write their data here. The interpreter itself is not torn down: backends' threads
-        # are still alive, and the frames below belong to the zygote: whatever fails here must not reach them.
-        try:
-            atexit._run_exitfuncs()
-            sys.stdout.flush()
-            sys.stderr.flush()
-        finally:
-            os._exit(status)
+        _leave(status)
+
+
+def _leave(status: int) -> NoReturn:
+    """End as a process normally ends, except that the interpreter is not torn down.
+
+    In a rank, backends' threads are still alive, and the frames below belong to the zygote: whatever fails here must
+    not reach them. The zygote would take a third of a second, at the end of each session, to take torch apart.
+    """
+    try:
+        atexit._run_exitfuncs()  # coverage and others write their data here
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(status)
 
 
 if __name__ == "__main__":
     main(sys.argv[1:])
+    _leave(0)
