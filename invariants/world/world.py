@@ -164,7 +164,7 @@ class World:
         try:
             with self._listener.shown():
                 answers = collection.collect()
-            self._home.settle([rank.pid for rank in self._ranks])
+                self._home.settle([rank.pid for rank in self._ranks])
         except BaseException:  # a Ctrl-C too: what the ranks do now, nobody waits for
             self._end(kill=tuple(self._ranks))
             raise
