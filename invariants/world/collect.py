@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import pickle
 import selectors
 import socket
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
+from invariants.communication import Operation
+from invariants.world import liveness
 from invariants.world.failure import RankFailure
 from invariants.world.starter import Starter
 from invariants.world.wire import FrameReader, send_frame
@@ -18,6 +22,12 @@ GRACE_S = 1.0
 """How long the other ranks may take to report what followed from the first failure."""
 DUMP_S = 2.0
 """How long the ranks may take to write their Python stacks."""
+LOOK_S = 0.1
+"""How often the records of the ranks are looked at; a deadlock shows at the second look after it."""
+LAST = 10
+"""Operations of each rank that a failure shows, each once where it repeats itself."""
+SHOWN = 500
+"""Operations that are looked at for that."""
 TAIL = 4000
 """Bytes of a dead rank's standard error that a failure shows."""
 
@@ -55,14 +65,23 @@ class Collection:
         self._limit_s = limit_s
         self._answers: dict[int, bytes] = {}
         self._failed: set[int] = set()
+        self._watch: liveness.Watch | None = None
 
     @property
     def unfinished(self) -> tuple[Rank, ...]:
-        """Ranks that have neither answered nor raised nor died."""
-        return tuple(rank for rank in self._ranks if not self._done(rank))
+        """Ranks that are still at work, or wait for ever."""
+        stuck = {failure.rank for failure in self.failures if failure.kind == "deadlock"}
+        return tuple(rank for rank in self._ranks if rank.number in stuck or not self._done(rank))
 
     def collect(self) -> list[bytes] | None:
         """Wait; the answers in rank order, or None if a rank failed."""
+        try:
+            return self._collect()
+        finally:
+            if self._watch is not None:
+                self._watch.close()
+
+    def _collect(self) -> list[bytes] | None:
         until = time.monotonic() + self._limit_s
         with selectors.DefaultSelector() as selector:
             selector.register(self._server.sock, selectors.EVENT_READ, None)
@@ -70,7 +89,10 @@ class Collection:
                 selector.register(rank.sock, selectors.EVENT_READ, rank)
             while not all(map(self._done, self._ranks)) and (remaining := until - time.monotonic()) > 0:
                 healthy = not self.failures
-                for key, _ in selector.select(remaining):
+                ready = selector.select(min(remaining, LOOK_S))
+                if not ready and healthy and self._deadlocked():
+                    break
+                for key, _ in ready:
                     if key.data is None:
                         self._server.note_exit()
                     elif not self._take(key.data):
@@ -81,7 +103,29 @@ class Collection:
         if not self.failures and len(self._answers) == len(self._ranks):
             return [self._answers[rank.number] for rank in self._ranks]
         self._dump_unfinished()
+        watch = self._watching()
+        self.failures = [
+            replace(failure, operations=_last(watch.operations(failure.rank, SHOWN))) for failure in self.failures
+        ]
         return None
+
+    def _watching(self) -> liveness.Watch:
+        if self._watch is None:  # most calls are over before anyone looks
+            self._watch = liveness.Watch(self._folder, {rank.number: rank.pid for rank in self._ranks})
+        return self._watch
+
+    def _deadlocked(self) -> bool:
+        """Whether some ranks wait for ever; if so, name them."""
+        done = frozenset(rank.number for rank in self._ranks if self._done(rank))
+        stuck = self._watching().look(done)
+        if not stuck:
+            return False
+        stacks = self._dumped([rank for rank in self._ranks if rank.number in stuck])
+        ring = liveness.cycle(stuck)
+        around = " -> ".join(map(str, (*ring, ring[0]))) if ring else ""
+        for rank, sentence in zip(sorted(stuck), liveness.sentences(stuck, done), strict=True):
+            self._fail(RankFailure(rank, "deadlock", around, sentence.removeprefix(f"rank {rank} "), stacks[rank]))
+        return True
 
     def _done(self, rank: Rank) -> bool:
         return rank.number in self._answers or rank.number in self._failed
@@ -119,12 +163,10 @@ class Collection:
 
     def _dump_unfinished(self) -> None:
         """Have the ranks that are still at work say where."""
-        stuck = self.unfinished
+        stuck = [rank for rank in self._ranks if not self._done(rank)]
         overran = not self.failures
         suspended = {rank.number for rank in stuck if self._server.suspended(rank.pid)}
-        for rank in stuck:
-            self._server.dump(rank.pid)
-        stacks = self._stacks(stuck)
+        stacks = self._dumped(stuck)
         for rank in sorted(stuck, key=lambda rank: rank.number not in suspended):
             when = f"was not done after {self._limit_s:g} s" if overran else "was still at work"
             self.failures.append(
@@ -133,11 +175,14 @@ class Collection:
                     "deadline" if overran else "stopped",
                     "",
                     f"{when}: its process was stopped by a signal (state T)" if rank.number in suspended else when,
-                    stacks[rank.number] or f"(no stack: it did not answer SIGUSR1 within {DUMP_S:g} s)",
+                    stacks[rank.number],
                 )
             )
 
-    def _stacks(self, ranks: Sequence[Rank]) -> dict[int, str]:
+    def _dumped(self, ranks: Sequence[Rank]) -> dict[int, str]:
+        """The Python stacks of ranks that are at work."""
+        for rank in ranks:
+            self._server.dump(rank.pid)
         files = {rank.number: self._folder / f"{rank.number}.stack" for rank in ranks}
         until = time.monotonic() + DUMP_S
         stacks = dict.fromkeys(files, "")
@@ -147,7 +192,14 @@ class Collection:
             if stacks == before and all(stacks.values()):
                 break
             time.sleep(0.02)
-        return stacks
+        missing = f"(no stack: it did not answer SIGUSR1 within {DUMP_S:g} s)"
+        return {number: stack or missing for number, stack in stacks.items()}
+
+
+def _last(operations: list[Operation]) -> tuple[str, ...]:
+    """The last of them, equal neighbours together."""
+    runs = [(len(list(same)), text) for text, same in itertools.groupby(map(str, operations))]
+    return tuple(f"{times} x {text}" if times > 1 else text for times, text in runs[-LAST:])
 
 
 def _text(file: Path) -> str:

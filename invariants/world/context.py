@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from invariants.case import Topology
+    from invariants.world.recorder import Recorder
 
 
 @dataclass
@@ -20,7 +21,8 @@ class RankContext:
 
     `generator` is seeded by the rank and fresh for each call. `state` lives as long as the test or example that uses
     the world, so that a later call finds what an earlier one left. `groups` caches subgroups by their ranks over the
-    life of the world: creating one costs milliseconds, destroying one tens of them.
+    life of the world: creating one costs milliseconds, destroying one tens of them. `recorder` has noted what this rank
+    communicated since then.
     """
 
     rank: int
@@ -28,6 +30,7 @@ class RankContext:
     device: torch.device
     backend: str
     generator: torch.Generator
+    recorder: Recorder
     state: dict[str, Any] = field(default_factory=dict)
     groups: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
 

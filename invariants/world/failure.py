@@ -10,7 +10,7 @@ from typing import Literal
 from invariants.errors import WorldError
 from invariants.world.output import Output
 
-Kind = Literal["raised", "died", "deadline", "stopped"]
+Kind = Literal["raised", "died", "deadlock", "deadline", "stopped"]
 """`stopped`: still at work when the world was ended because of another rank."""
 
 _CONSEQUENCES = (
@@ -29,7 +29,8 @@ class RankFailure:
     """What happened to one rank.
 
     `type_name` is the qualified name of the exception, or the signal or exit status of a dead process. `text` is the
-    traceback of a `raised`, the last lines of standard error of a `died`, the Python stack of the others.
+    traceback of a `raised`, the last lines of standard error of a `died`, the Python stack of the others. `operations`
+    is what the rank communicated last, the latest at the end.
     """
 
     rank: int
@@ -37,6 +38,7 @@ class RankFailure:
     type_name: str
     message: str
     text: str
+    operations: tuple[str, ...] = ()
 
     @property
     def consequence(self) -> bool:
@@ -88,11 +90,20 @@ class RankFailed(WorldError):
 
     def __str__(self) -> str:
         first, *others = self.failures
-        parts = [f"{first.headline} (world of {self.size}){self._finished(first)}", first.text.rstrip()]
+        parts = [*self._deadlock(), f"{first.headline} (world of {self.size}){self._finished(first)}", _body(first)]
         for other in others:
             label = "then" if other.consequence else "and"
-            parts += ["", f"{label}: {other.headline}", other.text.rstrip()]
+            parts += ["", f"{label}: {other.headline}", _body(other)]
         return "\n".join(parts)
+
+    def _deadlock(self) -> list[str]:
+        """All its sentences together, before the stacks."""
+        stuck = [failure for failure in self.failures if failure.kind == "deadlock"]
+        if not stuck:
+            return []
+        ring = next((failure.type_name for failure in stuck if failure.type_name), "")
+        how = f"ranks {ring} wait for each other" if ring else "nobody is left to do what is waited for"
+        return [f"deadlock: {how}", *(f"  {failure.headline}" for failure in stuck), ""]
 
     def _finished(self, first: RankFailure) -> str:
         """Who had left, where a rank waited for what nobody sent."""
@@ -103,6 +114,11 @@ class RankFailed(WorldError):
 
     def __reduce__(self) -> tuple[type[RankFailed], tuple[int, tuple[RankFailure, ...]]]:
         return RankFailed, (self.size, self.failures)
+
+
+def _body(failure: RankFailure) -> str:
+    last = [f"last operations of rank {failure.rank}:", *(f"  {operation}" for operation in failure.operations)]
+    return "\n".join([failure.text.rstrip(), *(last if failure.operations else [])])
 
 
 def _order(failure: RankFailure) -> tuple[bool, bool]:

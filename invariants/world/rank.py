@@ -22,6 +22,7 @@ from invariants.world import guard
 from invariants.world.attach import Breakpoint
 from invariants.world.context import RankContext
 from invariants.world.notices import Relay
+from invariants.world.recorder import Recorder
 from invariants.world.starter import Meeting
 from invariants.world.state import Baseline, communication
 from invariants.world.wire import FrameReader, dumps, loads, send_frame
@@ -69,6 +70,7 @@ def serve(sock: socket.socket, place: Place) -> None:
             if command is None:
                 baseline.restore(context)
                 result = dumps(communication(context))
+                context.recorder.clear()
             else:
                 path, levels, cargo = command
                 with relay.during_call(levels):
@@ -109,6 +111,8 @@ def _join(place: Place) -> RankContext:
     if place.backend == "nccl":
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
+    recorder = Recorder(place.folder / f"{place.rank}.record")
+    recorder.install()
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if place.backend == "nccl" else "gloo",
         store=_store(place),
@@ -117,7 +121,7 @@ def _join(place: Place) -> RankContext:
         timeout=timedelta(seconds=place.timeout_s),
     )
     generator = torch.Generator(device)
-    return RankContext(place.rank, place.size, device, place.backend, generator)
+    return RankContext(place.rank, place.size, device, place.backend, generator, recorder)
 
 
 def _store(place: Place) -> Any:
@@ -134,6 +138,7 @@ def _call(context: RankContext, path: list[str], cargo: bytes) -> bytes:
     context.generator.manual_seed(context.rank)
     function, arguments = loads(cargo)
     result: Any = function(context, *arguments)
+    context.recorder.idle()
     try:
         return dumps(result)
     except Exception as error:

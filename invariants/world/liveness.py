@@ -1,0 +1,145 @@
+"""Proves a deadlock from the records of ranks: who waits for whom, and that none of them can go on.
+
+An operation completes once its other side has been posted: of a message its partner, of a collective the same one on
+every member. A rank that does not wait may still post. So: the ranks that do not wait can go on, and so can each that
+waits for what has been posted or may still be; repeat. Whoever is left waits for ever. Ranks that have finished or
+died post nothing more. What is read at different times is one state: a rank that waits in the same operation before
+and after all others were read has waited all along.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from invariants.communication import ANY_SOURCE, POINT_TO_POINT, SEND, Operation
+from invariants.world.record import Reader, State, answering
+
+
+@dataclass(frozen=True)
+class Stuck:
+    """A rank that waits for ever, in `operation`, for something that each of `blockers` would have to do."""
+
+    operation: Operation
+    blockers: tuple[int, ...]
+
+
+def stuck_ranks(states: Mapping[int, State], done: frozenset[int], busy: frozenset[int]) -> dict[int, Stuck]:
+    """Which ranks wait for ever.
+
+    `states`: of each rank of the world; `done`: those that have finished or died; `busy`: those of which another thread
+    than the main one may still communicate.
+    """
+    going = {
+        rank
+        for rank, state in states.items()
+        if rank in busy or state.lost or (rank not in done and (state.waiting is None or _unclear(state, states)))
+    }
+    left = {rank: state.waiting for rank, state in states.items() if rank not in going and rank not in done}
+    while True:
+        blocked = {
+            rank: tuple(peer for peer in _missing(operation, states) if peer not in going)
+            for rank, operation in left.items()
+            if operation is not None
+        }
+        freed = {rank for rank, blockers in blocked.items() if not blockers}
+        if not freed:
+            return {rank: Stuck(operation, blocked[rank]) for rank, operation in left.items() if operation is not None}
+        going |= freed
+        left = {rank: operation for rank, operation in left.items() if rank not in freed}
+
+
+def _missing(operation: Operation, states: Mapping[int, State]) -> Iterator[int]:
+    """The ranks that have not yet posted what the operation needs of them."""
+    if operation.kind in POINT_TO_POINT:
+        if states[operation.peer].counts.get(answering(operation), 0) < operation.turn:
+            yield operation.peer
+        return
+    for member in operation.members:
+        if states[member].counts.get(operation.sequence, 0) < operation.turn:
+            yield member
+
+
+def _unclear(state: State, states: Mapping[int, State]) -> bool:
+    """Whether the operation waits for one of several, or for a partner that the record cannot name."""
+    operation = state.waiting
+    if operation is None or operation.kind == ANY_SOURCE:
+        return True
+    if operation.kind not in POINT_TO_POINT:
+        return operation.turn == 0 or not set(operation.members) <= set(states)
+    if operation.peer not in states:
+        return True
+    # A receive from any source may take what another one seems to wait for.
+    receiver = operation.peer if operation.kind == SEND else operation.rank
+    return any(key[2] == ANY_SOURCE and key[0] == operation.group for key in states[receiver].counts)
+
+
+def cycle(stuck: Mapping[int, Stuck]) -> tuple[int, ...]:
+    """Ranks that wait for each other in a ring, the smallest first; empty where all wait for one that is done."""
+    for start in sorted(stuck):
+        path = [start]
+        while (after := next((peer for peer in stuck[path[-1]].blockers if peer in stuck), None)) is not None:
+            if after in path:
+                ring = path[path.index(after) :]
+                first = ring.index(min(ring))
+                return tuple(ring[first:] + ring[:first])
+            path.append(after)
+    return ()
+
+
+class Watch:
+    """Looks again and again at the records of a world's ranks while a call is on its way."""
+
+    def __init__(self, folder: Path, pids: Mapping[int, int]) -> None:
+        self._readers = {rank: Reader(path, rank) for rank in pids if (path := folder / f"{rank}.record").exists()}
+        self._pids = pids
+        self._before: dict[int, int] = {}
+
+    def close(self) -> None:
+        """Unmap the records."""
+        for reader in self._readers.values():
+            reader.close()
+
+    def look(self, done: frozenset[int]) -> dict[int, Stuck]:
+        """The ranks that wait for ever, if that was so at the last look too and they have not moved since."""
+        before, self._before = self._before, {}
+        if len(self._readers) < len(self._pids):
+            return {}
+        pulses = {rank: reader.pulse() for rank, reader in self._readers.items()}
+        if not any(waiting for rank, (_, waiting) in pulses.items() if rank not in done):
+            return {}
+        states = {rank: reader.state() for rank, reader in self._readers.items()}
+        read = {rank: state for rank, state in states.items() if state is not None}
+        if len(read) < len(states):
+            return {}
+        stuck = stuck_ranks(read, done, frozenset(rank for rank, state in read.items() if self._threads(rank, state)))
+        self._before = {rank: read[rank].turns for rank in stuck}
+        if stuck and self._before.items() <= before.items():
+            return stuck
+        return {}
+
+    def operations(self, rank: int, last: int | None = None) -> list[Operation]:
+        """What a rank has communicated, or the `last` of it; nothing where it left no record."""
+        reader = self._readers.get(rank)
+        return [] if reader is None else reader.operations(last)
+
+    def _threads(self, rank: int, state: State) -> bool:
+        return any(Path(f"/proc/{self._pids[rank]}/task/{thread}").exists() for thread in state.threads)
+
+
+def sentences(stuck: Mapping[int, Stuck], done: frozenset[int]) -> Iterator[str]:
+    """One a rank: what it waits in, and for whom."""
+    for rank in sorted(stuck):
+        operation, blockers = stuck[rank].operation, stuck[rank].blockers
+        parts = [f"rank {rank} waits in {operation}"]
+        if gone := [peer for peer in blockers if peer in done]:
+            parts.append(f"{_names(gone)} {'has' if len(gone) == 1 else 'have'} finished without it")
+        late = [peer for peer in blockers if peer not in done]
+        if late and operation.kind not in POINT_TO_POINT:
+            parts.append(f"{_names(late)} {'has' if len(late) == 1 else 'have'} not joined")
+        yield "; ".join(parts)
+
+
+def _names(ranks: list[int]) -> str:
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"

@@ -1,0 +1,320 @@
+"""Sees every operation of every process group of a rank, and writes it to the rank's record.
+
+Groups are made of a subclass of torch's `ProcessGroup`. Whatever is called on a group from Python, and what torch calls
+on it from C++ (DDP's reducer, functional collectives), arrives at its methods, is noted and handed on to the group's
+backend. Methods call the backend and not their `super`: torch's trampoline would hold the interpreter lock while the
+backend enqueues, and gloo's threads, which free tensors, wait for that lock while they hold the queue's.
+
+Not seen: what is done on a backend without its group, groups that C++ makes (`split_group`), waits for a store, and
+whether a program that asks `is_completed` in a loop does anything else.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from invariants.communication import NEW_GROUP, POINT_TO_POINT, SEND
+from invariants.world.buffers import Buffers
+from invariants.world.calls import CALLS, Call, described
+from invariants.world.record import DIMENSIONS, LOST, OTHERS, POSTED, THREADS, TURNS, WAITING, Writer
+
+c10d = dist.distributed_c10d
+_TORCH = str(Path(torch.__file__).parent)
+
+
+class Recorder:
+    """Writes what this process communicates to `path`, from `install` on.
+
+    `label` is text that is noted with each operation: what the program is about, as in `F, microbatch 2`.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.label = ""
+        self.buffers: Buffers | None = None
+        self._writer = Writer(path)
+        self._main = threading.get_ident()
+        self._lock = threading.RLock()
+        self._sources: dict[tuple[object, int], str] = {}
+        self._foreign: dict[str, bool] = {}
+        self._backward = -1
+        self._last_of_backward = 0
+
+    def install(self) -> None:
+        """Have torch make its groups of the class that records; once, before the first group."""
+        c10d.ProcessGroup = recorded_group(self)  # type: ignore[misc]
+        opened = c10d._new_group_with_tag
+
+        def _new_group_with_tag(ranks: Sequence[int] | None = None, *args: Any, **options: Any) -> Any:
+            with self._opening(ranks, bool(options.get("use_local_synchronization"))):
+                return opened(ranks, *args, **options)
+
+        c10d._new_group_with_tag = _new_group_with_tag
+
+    def clear(self) -> None:
+        """Forget what was recorded."""
+        with self._lock:
+            self._writer.clear()
+            self.label = ""
+            self.buffers = None
+
+    def watch_buffers(self) -> None:
+        """Note also whether buffers of messages keep their contents, until `clear`; it costs a pass over each."""
+        self.buffers = Buffers(self._writer.flag)
+
+    @property
+    def posted(self) -> int:
+        """Operations since the record was cleared; the number of the next one."""
+        return int(self._writer.words[POSTED])
+
+    def post(self, kind: str, name: str, members: Sequence[int], call: Call) -> int:
+        """Note an operation of the group `name`; its number."""
+        device = call.device
+        writer = self._writer
+        source = self._source()
+        with self._lock:
+            self._note_thread()
+            rank = members[call.me] if call.me >= 0 else -1
+            peer = members[call.peer] if call.peer >= 0 else -1
+            turn, sequence = 0, -1
+            if kind in POINT_TO_POINT:
+                ends = (rank, peer) if kind == SEND else (peer, rank)
+                tag = call.tag if device == "cpu" else 0
+                sequence, turn = writer.turn((name, device, kind, *ends, tag))
+            else:
+                sequence, turn = writer.turn((name, device, "collective"))
+            shape = call.shape[:DIMENSIONS]
+            if threading.get_ident() == self._main:
+                self.idle()
+            return writer.post(
+                writer.text(kind),
+                writer.text(call.dtype) if call.dtype else 0,
+                writer.text(call.reduction) if call.reduction else 0,
+                writer.text(json.dumps((name, tuple(members)))),
+                writer.text(self.label) if self.label else 0,
+                writer.text(source) if source else 0,
+                writer.text(json.dumps(call.splits)) if call.splits else 0,
+                writer.text(device),
+                peer,
+                call.tag,
+                call.tensors,
+                turn,
+                sequence,
+                call.bytes,
+                len(shape),
+                *shape,
+                *(0,) * (DIMENSIONS - len(shape)),
+                0,
+                0,
+                time.monotonic(),
+                0.0,
+            )
+
+    @contextmanager
+    def waiting(self, number: int) -> Iterator[None]:
+        """The calling thread waits for operation `number`; it is complete if that returns."""
+        words = self._writer.words
+        main = threading.get_ident() == self._main
+        if main:
+            words[WAITING] = number + 1
+            words[TURNS] += 1
+        try:
+            yield
+            self._writer.complete(number, time.monotonic())
+        finally:
+            if main:
+                words[WAITING] = 0
+                words[TURNS] += 1
+
+    def note_backward(self, number: int) -> None:
+        """Operation `number` was posted; if that was in a backward, its end may wait for it.
+
+        DDP's reducer waits in C++, in a callback at the end of the backward, for futures, which are no `Work`. It asks
+        for that callback after its first bucket is on its way: so one of ours, asked for now, comes before it, and one
+        that ours asks for comes behind it.
+        """
+        task = torch._C._current_graph_task_id()
+        if task == -1:
+            return
+        self._last_of_backward = number
+        if task != self._backward:
+            self._backward = task
+            torch.autograd.Variable._execution_engine.queue_callback(self._ending_backward)
+
+    def _ending_backward(self) -> None:
+        wait = ExitStack()
+        wait.enter_context(self.waiting(self._last_of_backward))
+        torch.autograd.Variable._execution_engine.queue_callback(wait.close)
+
+    def idle(self) -> None:
+        """The main thread waits for nothing: a backward that failed has not said so."""
+        if self._writer.words[WAITING]:
+            self._writer.words[WAITING] = 0
+            self._writer.words[TURNS] += 1
+
+    @contextmanager
+    def _opening(self, ranks: Sequence[int] | None, local: bool) -> Iterator[None]:
+        """A group of `ranks` is opened: by all ranks together, or, where `local`, by its members alone."""
+        whole = c10d._get_default_group()
+        everyone = dist.get_process_group_ranks(whole)
+        members = everyone if ranks is None else sorted(ranks)
+        mine = dist.get_rank()
+        if local and mine not in members:
+            yield
+            return
+        name = f"local {members}" if local else whole.group_name
+        call = Call(me=members.index(mine) if mine in members else -1, device="store")
+        number = self.post(NEW_GROUP, name, members, call)
+        if mine not in members:
+            yield
+            return
+        with self.waiting(number):
+            yield
+
+    def _note_thread(self) -> None:
+        if threading.get_ident() != self._main:
+            words, own = self._writer.words, threading.get_native_id()
+            for place in range(OTHERS, OTHERS + THREADS):
+                if words[place] in (0, own):
+                    words[place] = own
+                    return
+            words[LOST] = 1  # too many to tell whether one of them is still at work
+
+    def _source(self) -> str:
+        """`file:line` of the innermost frame that is neither torch's nor ours."""
+        frame: FrameType | None = sys._getframe(2)
+        while frame is not None:
+            code = frame.f_code
+            foreign = self._foreign.get(code.co_filename)
+            if foreign is None:
+                foreign = self._foreign[code.co_filename] = _foreign(code.co_filename)
+            if foreign:
+                key = (code, frame.f_lineno)
+                if key not in self._sources:
+                    self._sources[key] = f"{_short(code.co_filename)}:{frame.f_lineno}"
+                return self._sources[key]
+            frame = frame.f_back
+        return ""
+
+
+def _foreign(file: str) -> bool:
+    here = str(Path(__file__).parent)
+    return not file.startswith((_TORCH, here, "<")) and not file.endswith("contextlib.py")
+
+
+def _short(file: str) -> str:
+    """Relative to the working directory where it lies inside."""
+    path = Path(file)
+    here = Path.cwd()
+    return str(path.relative_to(here)) if path.is_relative_to(here) else file
+
+
+class _Seen(dist.Work):
+    """A backend's handle of an operation, whose waits are noted."""
+
+    def __init__(self, inner: Any, number: int, recorder: Recorder, done: Callable[[], None] | None) -> None:
+        super().__init__()
+        self.inner, self._number, self._recorder, self._done = inner, number, recorder, done
+
+    def wait(self, timeout: Any = None) -> bool:
+        """As the handle's. One with a time limit of its own is no wait for ever."""
+        if timeout:
+            result = bool(self.inner.wait(timeout))
+        else:
+            with self._recorder.waiting(self._number):
+                result = bool(self.inner.wait())
+        if self._done is not None:
+            done, self._done = self._done, None
+            done()
+        return result
+
+
+class _Several:
+    """Handles of operations that were issued as one."""
+
+    def __init__(self, works: list[Any]) -> None:
+        self._works = works
+
+    def wait(self, *timeout: Any) -> bool:
+        for work in self._works:
+            work.wait(*timeout)
+        return True
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+    def get_future(self) -> Any:
+        return torch.futures.collect_all([work.get_future() for work in self._works])
+
+
+def _forwarding(name: str) -> Callable[..., Any]:
+    def forward(self: _Seen, *args: Any) -> Any:
+        return getattr(self.inner, name)(*args)
+
+    return forward
+
+
+for _name in set(vars(dist.Work)) - {"wait", "unbox", "_pybind11_conduit_v1_"}:
+    if not _name.startswith("__"):
+        setattr(_Seen, _name, _forwarding(_name))
+
+
+def recorded_group(recorder: Recorder) -> Any:
+    """A subclass of torch's `ProcessGroup` that notes in `recorder` what its objects are asked to do."""
+    base: Any = c10d.ProcessGroup
+
+    class Meta(type(base)):  # type: ignore[misc]
+        # torch asks by this name whether something is a group; those that C++ made are as well.
+        def __instancecheck__(cls, instance: object) -> bool:
+            return isinstance(instance, base)
+
+        def __subclasscheck__(cls, subclass: type) -> bool:
+            return issubclass(subclass, base)
+
+    class RecordedGroup(base, metaclass=Meta):  # type: ignore[misc]
+        def __init__(self, store: Any, rank: int, size: int) -> None:
+            # The only constructor that pybind11 has for a subclass; the store is asked for by Python alone.
+            super().__init__(rank, size)
+            self._store = store
+
+        def get_group_store(self) -> Any:
+            return self._store
+
+    for name in CALLS:
+        if hasattr(base, name):
+            setattr(RecordedGroup, name, _recorded(recorder, name))
+    return RecordedGroup
+
+
+def _recorded(recorder: Recorder, name: str) -> Callable[..., Any]:
+    form = CALLS[name]
+    kind = form.kind
+
+    def method(self: Any, *args: Any, **options: Any) -> Any:
+        call = described(form, self, args, options)
+        do = getattr(self._get_backend(torch.device(call.device)), form.backend)
+        number = recorder.post(kind, self.group_name, dist.get_process_group_ranks(self), call)
+        recorder.note_backward(number)
+        if kind == "monitored_barrier":  # waits by itself, and not for ever
+            return do(*args, **options)
+        done = None
+        if recorder.buffers is not None and kind in POINT_TO_POINT:
+            done = recorder.buffers.posted(kind, number, args[0])
+        if "coalesced" in name and "single" in name:  # no backend offers it to Python
+            outputs, inputs, *rest = args
+            pairs = zip(outputs, inputs, strict=True)
+            return _Seen(_Several([do(*pair, *rest) for pair in pairs]), number, recorder, done)
+        return _Seen(do(*args, **options), number, recorder, done)
+
+    method.__name__ = name
+    return method
