@@ -1,13 +1,9 @@
 """The pytest side: options, marker, examples, and nothing left behind, whatever ends the session."""
 
 import os
-import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 
-import psutil
 import pytest
 
 pytestmark = pytest.mark.usefixtures("_own_plugin")
@@ -90,41 +86,6 @@ def test_examples_and_tests_are_clean_and_failures_are_told(pytester):
     assert left_behind(pytester.path) == before
 
 
-STUCK = """
-import pathlib, time
-
-def stuck(context, folder):
-    import torch, torch.distributed as dist, tempfile
-    tempfile.mkdtemp()
-    (pathlib.Path(folder) / f"rank{context.rank}").touch()
-    dist.recv(torch.ones(1), 1 - context.rank)
-
-def test_stuck(world):
-    world.run(stuck, %r)
-"""
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_nothing_is_left_of_a_session_that_is_ended(pytester, number):
-    pytester.makepyfile(test_stuck=STUCK % str(pytester.path))
-    before = left_behind(pytester.path)
-    session = subprocess.Popen(
-        [sys.executable, "-m", "pytest", f"--basetemp={pytester.path / 'base'}", "-p", "no:cacheprovider"],
-        cwd=pytester.path,
-        stdout=subprocess.PIPE,
-        env={**os.environ, "TMPDIR": str(pytester.path)},
-    )
-    until(lambda: all((pytester.path / f"rank{rank}").exists() for rank in range(2)))
-    children = psutil.Process(session.pid).children(recursive=True)
-    assert len(children) == 3  # the server and two ranks
-    session.send_signal(number)
-    output, _ = session.communicate(timeout=30)
-    if number == signal.SIGINT:
-        assert b"KeyboardInterrupt" in output
-    until(lambda: not any(map(lives, children)))
-    until(lambda: left_behind(pytester.path) == before)
-
-
 def test_wrong_options_and_markers_are_one_clear_line(pytester):
     pytester.makepyfile(
         """
@@ -199,17 +160,3 @@ def test_given_under_a_launcher_of_several_ranks_is_refused(pytester, monkeypatc
 def left_behind(folder: Path):
     """Shared memory, and private folders of pools below `folder`."""
     return set(Path("/dev/shm").glob("torch_*")), set(folder.rglob("worlds-*")), set(folder.glob("tmp*"))
-
-
-def lives(process):
-    try:
-        return process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
-def until(condition, seconds=30):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "not within its time"
-        time.sleep(0.02)
