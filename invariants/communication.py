@@ -44,6 +44,8 @@ class Operation:
     reduction: str = ""
     splits: tuple[tuple[int, ...], ...] = ()
     """Elements for each member: of an all-to-all sent and received, of a gathered or scattered list each part."""
+    batch: int = 0
+    """The same for all operations of one `batch_isend_irecv`, 0 for one of its own."""
     label: str = ""
     source: str = ""
     """`file:line` of the innermost frame that is not torch's."""

@@ -111,7 +111,7 @@ def _join(place: Place) -> RankContext:
     if place.backend == "nccl":
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
-    recorder = Recorder(place.folder / f"{place.rank}.record")
+    recorder = Recorder(place.folder / f"{place.rank}.record", place.rank)
     recorder.install()
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if place.backend == "nccl" else "gloo",

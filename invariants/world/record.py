@@ -30,7 +30,7 @@ HEADER = (7 + THREADS) * 8
 
 ENTRY = struct.Struct("<q8I3iqqQ9idd")
 """number; texts kind, dtype, reduction, group, label, source, splits, device; peer, tag, tensors; turn, sequence,
-bytes; number of dimensions, up to `DIMENSIONS` of them, flags, unused; posted, completed."""
+bytes; number of dimensions, up to `DIMENSIONS` of them, flags, batch; posted, completed."""
 _COMPLETED = ENTRY.size - 8
 _FLAGS = ENTRY.size - 24
 _COUNTS = HEADER
@@ -215,6 +215,7 @@ class Reader:
             label=label,
             source=source,
             flags=fields[21],
+            batch=fields[22],
             posted=fields[23],
             completed=fields[24],
         )

@@ -24,29 +24,33 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from invariants.communication import NEW_GROUP, POINT_TO_POINT, SEND
+from invariants.communication import NEW_GROUP, POINT_TO_POINT, SEND, Operation
 from invariants.world.buffers import Buffers
 from invariants.world.calls import CALLS, Call, described
-from invariants.world.record import DIMENSIONS, LOST, OTHERS, POSTED, THREADS, TURNS, WAITING, Writer
+from invariants.world.record import DIMENSIONS, LOST, OTHERS, POSTED, THREADS, TURNS, WAITING, Reader, Writer
 
 c10d = dist.distributed_c10d
+_BATCH = "batch_isend_irecv"
 _TORCH = str(Path(torch.__file__).parent)
 
 
 class Recorder:
-    """Writes what this process communicates to `path`, from `install` on.
+    """Writes what this process, rank `rank` of its world, communicates to `path`, from `install` on.
 
     `label` is text that is noted with each operation: what the program is about, as in `F, microbatch 2`.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, rank: int) -> None:
         self.label = ""
         self.buffers: Buffers | None = None
         self._writer = Writer(path)
+        self._reader = Reader(path, rank)
         self._main = threading.get_ident()
         self._lock = threading.RLock()
         self._sources: dict[tuple[object, int], str] = {}
         self._foreign: dict[str, bool] = {}
+        self._batch: FrameType | None = None
+        self._batches = 0
         self._backward = -1
         self._last_of_backward = 0
 
@@ -77,11 +81,16 @@ class Recorder:
         """Operations since the record was cleared; the number of the next one."""
         return int(self._writer.words[POSTED])
 
+    def operations(self, since: int = 0) -> list[Operation]:
+        """What this rank has communicated from operation `since` on; of too many, the last `record.RING`."""
+        with self._lock:
+            return self._reader.operations(since=since)
+
     def post(self, kind: str, name: str, members: Sequence[int], call: Call) -> int:
         """Note an operation of the group `name`; its number."""
         device = call.device
         writer = self._writer
-        source = self._source()
+        source, batch = self._source()
         with self._lock:
             self._note_thread()
             rank = members[call.me] if call.me >= 0 else -1
@@ -115,7 +124,7 @@ class Recorder:
                 *shape,
                 *(0,) * (DIMENSIONS - len(shape)),
                 0,
-                0,
+                batch,
                 time.monotonic(),
                 0.0,
             )
@@ -190,9 +199,13 @@ class Recorder:
                     return
             words[LOST] = 1  # too many to tell whether one of them is still at work
 
-    def _source(self) -> str:
-        """`file:line` of the innermost frame that is neither torch's nor ours."""
+    def _source(self) -> tuple[str, int]:
+        """`file:line` of the innermost frame that is neither torch's nor ours, and the batch that the call is part of.
+
+        gloo gets the operations of `batch_isend_irecv` one by one; only the stack tells that they are one for NCCL.
+        """
         frame: FrameType | None = sys._getframe(2)
+        batch = 0
         while frame is not None:
             code = frame.f_code
             foreign = self._foreign.get(code.co_filename)
@@ -202,9 +215,14 @@ class Recorder:
                 key = (code, frame.f_lineno)
                 if key not in self._sources:
                     self._sources[key] = f"{_short(code.co_filename)}:{frame.f_lineno}"
-                return self._sources[key]
+                return self._sources[key], batch
+            if code.co_name == _BATCH:
+                if self._batch is not frame:
+                    self._batch = frame
+                    self._batches += 1
+                batch = self._batches
             frame = frame.f_back
-        return ""
+        return "", batch
 
 
 def _foreign(file: str) -> bool:
