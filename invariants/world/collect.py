@@ -73,6 +73,10 @@ class Collection:
         stuck = {failure.rank for failure in self.failures if failure.kind == "deadlock"}
         return tuple(rank for rank in self._ranks if rank.number in stuck or not self._done(rank))
 
+    @property
+    def _pids(self) -> list[int]:
+        return [rank.pid for rank in self._ranks]
+
     def collect(self) -> list[bytes] | None:
         """Wait; the answers in rank order, or None if a rank failed."""
         try:
@@ -103,6 +107,7 @@ class Collection:
         if not self.failures and len(self._answers) == len(self._ranks):
             return [self._answers[rank.number] for rank in self._ranks]
         self._dump_unfinished()
+        self._server.refresh(self._pids, moving=True)
         watch = self._watching()
         self.failures = [
             replace(failure, operations=_last(watch.operations(failure.rank, SHOWN))) for failure in self.failures
@@ -111,12 +116,16 @@ class Collection:
 
     def _watching(self) -> liveness.Watch:
         if self._watch is None:  # most calls are over before anyone looks
-            self._watch = liveness.Watch(self._folder, {rank.number: rank.pid for rank in self._ranks})
+            pids = self._pids
+            self._watch = liveness.Watch(
+                self._folder, len(pids), lambda rank, thread: self._server.runs(pids[rank], thread)
+            )
         return self._watch
 
     def _deadlocked(self) -> bool:
         """Whether some ranks wait for ever; if so, name them."""
         done = frozenset(rank.number for rank in self._ranks if self._done(rank))
+        self._server.refresh(self._pids)
         stuck = self._watching().look(done)
         if not stuck:
             return False

@@ -9,7 +9,7 @@ and after all others were read has waited all along.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -89,11 +89,16 @@ def cycle(stuck: Mapping[int, Stuck]) -> tuple[int, ...]:
 
 
 class Watch:
-    """Looks again and again at the records of a world's ranks while a call is on its way."""
+    """Looks again and again at the records of a world's ranks while a call is on its way.
 
-    def __init__(self, folder: Path, pids: Mapping[int, int]) -> None:
-        self._readers = {rank: Reader(path, rank) for rank in pids if (path := folder / f"{rank}.record").exists()}
-        self._pids = pids
+    `runs` tells whether a thread of a rank, by its native id, still does.
+    """
+
+    def __init__(self, folder: Path, size: int, runs: Callable[[int, int], bool]) -> None:
+        paths = {rank: folder / f"{rank}.record" for rank in range(size)}
+        self._readers = {rank: Reader(path, rank) for rank, path in paths.items() if path.exists()}
+        self._size = size
+        self._runs = runs
         self._before: dict[int, int] = {}
 
     def close(self) -> None:
@@ -104,7 +109,7 @@ class Watch:
     def look(self, done: frozenset[int]) -> dict[int, Stuck]:
         """The ranks that wait for ever, if that was so at the last look too and they have not moved since."""
         before, self._before = self._before, {}
-        if len(self._readers) < len(self._pids):
+        if len(self._readers) < self._size:
             return {}
         pulses = {rank: reader.pulse() for rank, reader in self._readers.items()}
         if not any(waiting for rank, (_, waiting) in pulses.items() if rank not in done):
@@ -125,7 +130,7 @@ class Watch:
         return [] if reader is None else reader.operations(last)
 
     def _threads(self, rank: int, state: State) -> bool:
-        return any(Path(f"/proc/{self._pids[rank]}/task/{thread}").exists() for thread in state.threads)
+        return any(self._runs(rank, thread) for thread in state.threads)
 
 
 def sentences(stuck: Mapping[int, Stuck], done: frozenset[int]) -> Iterator[str]:

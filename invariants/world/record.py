@@ -149,6 +149,10 @@ class Reader:
         self._words.release()
         self._map.close()
 
+    def copy(self) -> bytes:
+        """All of the record, for a `Reader` elsewhere; not one state, if the pulse has changed meanwhile."""
+        return bytes(self._map)
+
     def pulse(self) -> tuple[int, int]:
         """`State.turns`, and the number of the operation that the main thread waits in plus 1, or 0."""
         return self._words[TURNS], self._words[WAITING]

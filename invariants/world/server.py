@@ -142,6 +142,10 @@ class Server(Starter):
             return bool(psutil.Process(pid).status() == psutil.STATUS_STOPPED)
         return False
 
+    def runs(self, pid: int, thread: int) -> bool:
+        """Whether a thread of a rank, by its native id, still runs."""
+        return Path(f"/proc/{pid}/task/{thread}").exists()
+
     def note_exit(self, timeout_s: float = ANSWER_S) -> None:
         """Read one message from the zygote; a `WorldError` if it has died."""
         _, value = self._receive(timeout_s)

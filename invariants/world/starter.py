@@ -78,6 +78,16 @@ class Starter(ABC):
         """Whether a rank was stopped by a signal, as far as that can be seen from here."""
         return False
 
+    def runs(self, pid: int, thread: int) -> bool:  # noqa: ARG002
+        """Whether a thread of a rank, by its native id, still runs, as far as that can be seen from here."""
+        return True
+
+    def refresh(self, pids: Sequence[int], *, moving: bool = False) -> None:  # noqa: B027
+        """Bring what is to be read of these ranks' records in their world's folder up to date.
+
+        Of ranks that go on communicating, only if `moving`; the others' show that they wait for nothing.
+        """
+
     def settle(self, pids: Sequence[int]) -> None:  # noqa: B027
         """Return when all that these ranks have written up to now can be read in their world's folder."""
 
