@@ -1,0 +1,122 @@
+"""Process groups and handles of operations that tell a recorder what they are asked to do.
+
+Methods of a group call its backend and not their `super`: torch's trampoline would hold the interpreter lock while the
+backend enqueues, and gloo's threads, which free tensors, wait for that lock while they hold the queue's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from invariants.communication import POINT_TO_POINT
+from invariants.world.calls import CALLS, described
+
+if TYPE_CHECKING:
+    from invariants.world.recorder import Recorder
+
+c10d = dist.distributed_c10d
+
+
+class Seen(dist.Work):
+    """A backend's handle of an operation, whose waits are noted."""
+
+    def __init__(self, inner: Any, number: int, recorder: Recorder, done: Callable[[], None] | None) -> None:
+        super().__init__()
+        self.inner, self._number, self._recorder, self._done = inner, number, recorder, done
+
+    def wait(self, timeout: Any = None) -> bool:
+        """As the handle's. One with a time limit of its own is no wait for ever."""
+        if timeout:
+            result = bool(self.inner.wait(timeout))
+        else:
+            with self._recorder.waiting(self._number):
+                result = bool(self.inner.wait())
+        if self._done is not None:
+            done, self._done = self._done, None
+            done()
+        return result
+
+
+class _Several:
+    """Handles of operations that were issued as one."""
+
+    def __init__(self, works: list[Any]) -> None:
+        self._works = works
+
+    def wait(self, *timeout: Any) -> bool:
+        for work in self._works:
+            work.wait(*timeout)
+        return True
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+    def get_future(self) -> Any:
+        return torch.futures.collect_all([work.get_future() for work in self._works])
+
+
+def _forwarding(name: str) -> Callable[..., Any]:
+    def forward(self: Seen, *args: Any) -> Any:
+        return getattr(self.inner, name)(*args)
+
+    return forward
+
+
+for _name in set(vars(dist.Work)) - {"wait", "unbox", "_pybind11_conduit_v1_"}:
+    if not _name.startswith("__"):
+        setattr(Seen, _name, _forwarding(_name))
+
+
+def recorded_group(recorder: Recorder) -> Any:
+    """A subclass of torch's `ProcessGroup` that notes in `recorder` what its objects are asked to do."""
+    base: Any = c10d.ProcessGroup
+
+    class Meta(type(base)):  # type: ignore[misc]
+        # torch asks by this name whether something is a group; those that C++ made are as well.
+        def __instancecheck__(cls, instance: object) -> bool:
+            return isinstance(instance, base)
+
+        def __subclasscheck__(cls, subclass: type) -> bool:
+            return issubclass(subclass, base)
+
+    class RecordedGroup(base, metaclass=Meta):  # type: ignore[misc]
+        def __init__(self, store: Any, rank: int, size: int) -> None:
+            # The only constructor that pybind11 has for a subclass; the store is asked for by Python alone.
+            super().__init__(rank, size)
+            self._store = store
+
+        def get_group_store(self) -> Any:
+            return self._store
+
+    for name in CALLS:
+        if hasattr(base, name):
+            setattr(RecordedGroup, name, _recorded(recorder, name))
+    return RecordedGroup
+
+
+def _recorded(recorder: Recorder, name: str) -> Callable[..., Any]:
+    form = CALLS[name]
+    kind = form.kind
+
+    def method(self: Any, *args: Any, **options: Any) -> Any:
+        call = described(form, self, args, options)
+        do = getattr(self._get_backend(torch.device(call.device)), form.backend)
+        number = recorder.post(kind, self.group_name, dist.get_process_group_ranks(self), call)
+        recorder.note_backward(number)
+        if kind == "monitored_barrier":  # waits by itself, and not for ever
+            return do(*args, **options)
+        done = None
+        if recorder.buffers is not None and kind in POINT_TO_POINT:
+            done = recorder.buffers.posted(kind, number, args[0])
+        if "coalesced" in name and "single" in name:  # no backend offers it to Python
+            outputs, inputs, *rest = args
+            pairs = zip(outputs, inputs, strict=True)
+            return Seen(_Several([do(*pair, *rest) for pair in pairs]), number, recorder, done)
+        return Seen(do(*args, **options), number, recorder, done)
+
+    method.__name__ = name
+    return method
