@@ -1,8 +1,8 @@
 """Sees every operation of every process group of a rank, and writes it to the rank's record.
 
-Groups are made of a subclass of torch's `ProcessGroup`, see `invariants.world.groups`. Whatever is called on a group from
-Python, and what torch calls on it from C++ (DDP's reducer, functional collectives), arrives at its methods, is noted and
-handed on to the group's backend.
+Groups are made of a subclass of torch's `ProcessGroup`, see `invariants.world.groups`. Whatever is called on a group
+from Python, and what torch calls on it from C++ (DDP's reducer, functional collectives), arrives at its methods, is
+noted and handed on to the group's backend.
 
 Not seen: what is done on a backend without its group, groups that C++ makes (`split_group`), waits for a store, and
 whether a program that asks `is_completed` in a loop does anything else.
