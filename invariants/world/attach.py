@@ -19,7 +19,7 @@ from invariants.errors import UsageError
 
 
 class Breakpoint:
-    """What `breakpoint()` does on a rank; `install` it.
+    """What `breakpoint()` does on a rank.
 
     `live`: what a rank prints is seen at once, so it can say where it waits. `limit_s` bounds the wait.
     """
@@ -30,11 +30,21 @@ class Breakpoint:
         self._live = live
         self._limit_s = limit_s
         self._debugger: pdb.Pdb | None = None
+        self._attached = contextlib.ExitStack()
 
-    def install(self) -> None:
-        """Take the place of the usual hook, unless PYTHONBREAKPOINT names another."""
+    @contextlib.contextmanager
+    def during_call(self) -> Iterator[None]:
+        """Take the place of the usual hook, unless PYTHONBREAKPOINT names another; at the end, let go who attached."""
         if "PYTHONBREAKPOINT" not in os.environ:
             sys.breakpointhook = pdb.set_trace = self
+        try:
+            yield
+        finally:
+            if self._debugger is not None:
+                sys.settrace(None)
+                with contextlib.suppress(OSError):  # who attached may have left
+                    self._attached.close()
+                self._debugger = None
 
     def __call__(self, *_args: Any, **_kwargs: Any) -> None:
         """Wait for somebody to attach, then stop there."""
@@ -46,10 +56,10 @@ class Breakpoint:
                 "it then waits, and tells the command that attaches a debugger"
             )
         if self._debugger is None:
-            self._debugger = self._attached(where)
+            self._debugger = self._wait(where)
         self._debugger.set_trace(frame)
 
-    def _attached(self, where: str) -> pdb.Pdb:
+    def _wait(self, where: str) -> pdb.Pdb:
         with socket.socket(socket.AF_UNIX) as listener:
             with _address(self._path) as address:
                 listener.bind(address)
@@ -64,8 +74,11 @@ class Breakpoint:
                 ) from None
             finally:
                 self._path.unlink()
+        self._attached.enter_context(connection)
         # Two files: one for both directions drops what was typed ahead.
-        commands, answers = (connection.makefile(mode, encoding="utf-8") for mode in ("r", "w"))
+        commands, answers = (
+            self._attached.enter_context(connection.makefile(mode, encoding="utf-8")) for mode in ("r", "w")
+        )
         return pdb.Pdb(stdin=commands, stdout=answers, nosigint=True)
 
 

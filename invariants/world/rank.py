@@ -63,7 +63,7 @@ def serve(sock: socket.socket, place: Place) -> None:
         relay = Relay(place.folder, place.rank)
         if place.relay:
             relay.install()
-        Breakpoint(place.folder, place.rank, live=place.live, limit_s=place.timeout_s).install()
+        stop = Breakpoint(place.folder, place.rank, live=place.live, limit_s=place.timeout_s)
         baseline = Baseline(place.rank)
         _answer(sock, "ok", dumps(None))
         while (command := _next(reader)) is not _END:
@@ -73,7 +73,7 @@ def serve(sock: socket.socket, place: Place) -> None:
                 context.recorder.clear()
             else:
                 path, levels, cargo = command
-                with relay.during_call(levels):
+                with relay.during_call(levels), stop.during_call():
                     result = _call(context, path, cargo)
             _flush()
             _answer(sock, "ok", result)
