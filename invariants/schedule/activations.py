@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy import uint32
 from numpy.typing import NDArray
 
 from invariants.errors import UsageError
@@ -61,7 +62,7 @@ def peaks(schedule: Schedule | Iterable[Row], costs: Costs | None = None) -> Pea
     stage, rank = np.zeros(schedule.stages, np.int64), np.zeros((2, schedule.ranks), np.int64)
     if available():
         held = np.zeros(schedule.stages << work.bits, np.uint8)
-        _peaks_compiled(work.code, work.bits, work.offsets, sizes, held, stage, rank)
+        _peaks_compiled(work.code.view(f"u{work.code.itemsize}"), work.bits, work.offsets, sizes, held, stage, rank)
     else:
         _peaks_numpy(work, sizes, stage, rank)
     return Peaks(stage, rank[0], None if size is None else stage * size, None if size is None else rank[1])
@@ -101,14 +102,23 @@ def _peaks_compiled(
     stage_most: NDArray[np.int64],
     rank_most: NDArray[np.int64],
 ) -> None:
-    level = np.zeros_like(stage_most)
+    level, closed = np.zeros_like(stage_most), uint32(0)
     for rank in range(len(offsets) - 1):
-        total, weight = 0, 0
-        here, stop = offsets[rank], offsets[rank + 1]
-        while here < stop:
-            last = here
-            while last < stop and (last == here or not code[last] & 4):
-                op, cell = code[last] & 3, code[last] >> 3
+        total, weight, most, heaviest = 0, 0, 0, 0
+        stop = uint32(offsets[rank + 1])
+        for here in range(uint32(offsets[rank]), stop + 1):
+            if here == stop or code[here] & 4:  # the cell before is over
+                while closed < here:
+                    op, cell = code[closed] & 3, code[closed] >> 3
+                    if op != F and op != I and held[cell]:
+                        held[cell] = 0
+                        stage = cell >> bits
+                        level[stage] -= 1
+                        total -= 1
+                        weight -= sizes[stage]
+                    closed = uint32(closed + 1)
+            if here < stop:
+                op, cell = code[here] & 3, code[here] >> 3
                 if op == F and not held[cell]:
                     held[cell] = 1
                     stage = cell >> bits
@@ -116,18 +126,8 @@ def _peaks_compiled(
                     total += 1
                     weight += sizes[stage]
                     stage_most[stage] = max(stage_most[stage], level[stage])
-                    rank_most[0, rank] = max(rank_most[0, rank], total)
-                    rank_most[1, rank] = max(rank_most[1, rank], weight)
-                last += 1
-            for place in range(here, last):
-                op, cell = code[place] & 3, code[place] >> 3
-                if op != F and op != I and held[cell]:
-                    held[cell] = 0
-                    stage = cell >> bits
-                    level[stage] -= 1
-                    total -= 1
-                    weight -= sizes[stage]
-            here = last
+                    most, heaviest = max(most, total), max(heaviest, weight)
+        rank_most[0, rank], rank_most[1, rank] = most, heaviest
 
 
 def _peaks_numpy(

@@ -2,6 +2,9 @@
 
 numba is imported when the first loop runs, not before: importing it takes as long as judging a schedule of millions of
 actions. Compiled code is kept in numba's cache, beside the source or in the user's cache folder.
+
+Loops that are to be fast index by unsigned numbers: a signed index that is below 0 counts from the end, and to look for
+that costs as much as to load.
 """
 
 from __future__ import annotations

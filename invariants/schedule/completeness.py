@@ -31,6 +31,8 @@ def missing(found: Inventory, first_trained: int = 0) -> list[str]:
     its receive, and whatever crosses ranks is exchanged. Stages before `first_trained` hold no trained parameter: no
     gradient need reach them, though one may.
     """
+    if found.flawless:
+        return []
     kinds = [found.out_of_range(), found.repeated(), found.astray(), found.computations()]
     if found.schedule.communicates:
         kinds += [found.unreceived(RECV_F, 0), found.unreceived(RECV_B, first_trained)]
@@ -44,9 +46,9 @@ def misordered(found: Inventory, first_trained: int = 0) -> list[str]:
 
     The order between ranks is left to the data, and to the transport (`order.evaluate`).
     """
-    table, gradient = found.first, found.gradient
-    if not len(found.home):
+    if found.flawless or not found.stages:
         return []
+    table, gradient = found.first, found.gradient
     pairs = [(table[F], table[B]), (table[F], table[I]), (table[I], table[W])]
     pairs += [(table[F], table[SEND_F]), (table[RECV_F], table[F])]
     pairs += [(gradient, table[SEND_B]), (table[RECV_B], gradient)]

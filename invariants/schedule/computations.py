@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any, Final, NamedTuple
 
 import numpy as np
+from numpy import uint32
 from numpy.typing import NDArray
 
 from invariants.errors import UsageError
 from invariants.schedule.compiled import available, loop
+from invariants.schedule.memory import zeros
 from invariants.schedule.table import NEXT, B, Schedule, firsts
 
 _SPARSE: Final = 16
@@ -40,14 +42,18 @@ def check_grid(stages: int, microbatches: int, actions: int) -> None:
 
 
 def computations(schedule: Schedule) -> Computations:
-    """Pack a schedule's computations; a stage on two ranks, and one without stage or microbatch, are a `UsageError`.
-
-    So is a schedule in which nearly all microbatches of nearly all stages are missing.
+    """A schedule's computations, packed once; a stage on two ranks, and one without stage or microbatch, are a
+    `UsageError`. So is a schedule in which nearly all microbatches of nearly all stages are missing.
     """
+    return schedule.packed
+
+
+def pack(schedule: Schedule) -> Computations:
+    """Pack a schedule's computations; see `computations`."""
     stages, microbatches = schedule.stages, schedule.microbatches
     check_grid(stages, microbatches, len(schedule))
     bits = max(microbatches - 1, 0).bit_length()
-    code = np.empty(len(schedule), np.int32 if stages << (bits + 3) < 2**31 else np.int64)
+    code = zeros(len(schedule), np.int32 if stages << (bits + 3) < 2**31 else np.int64)
     offsets = np.zeros(schedule.ranks + 1, np.int64)
     home, counts = np.full(stages, -1, np.int32), np.zeros((4, stages), np.int64)
     columns = schedule.starts, schedule.op, schedule.stage, schedule.microbatch, schedule.joint
@@ -75,20 +81,24 @@ def _pack_compiled(
     home: NDArray[np.int32],
     counts: NDArray[np.int64],
 ) -> int:
-    place = 0
+    place = uint32(0)
     for rank in range(len(starts) - 1):
         before = B + 1
         for action in range(starts[rank], starts[rank + 1]):
-            here = op[action]
+            i = uint32(action)
+            here = op[i]
             if here <= B:
-                one, other = stage[action], microbatch[action]
-                if one < 0 or other < 0 or (home[one] >= 0 and home[one] != rank):
+                one, other = uint32(stage[i]), uint32(microbatch[i])
+                if stage[i] < 0 or microbatch[i] < 0:
                     return action
-                home[one] = rank
+                if home[one] != rank:
+                    if home[one] >= 0:
+                        return action
+                    home[one] = rank
                 counts[here, one] += 1
-                begins = before > B or joint[action] != NEXT
+                begins = before > B or joint[i] != NEXT
                 code[place] = ((one << bits | other) << 1 | begins) << 2 | here
-                place += 1
+                place = uint32(place + 1)
             before = here
         offsets[rank + 1] = place
     return -1

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +15,7 @@ from invariants.errors import UsageError
 from invariants.schedule.actions import Action, Op, Row
 from invariants.schedule.compiled import available, loop
 from invariants.schedule.computations import check_grid
+from invariants.schedule.flawless import flawless
 from invariants.schedule.table import (
     CODES,
     IDLE,
@@ -40,21 +41,28 @@ PARTNERS: Final = {SEND_F: (RECV_F, 1), RECV_F: (SEND_F, -1), SEND_B: (RECV_B, -
 """Code of the other end of a send or receive, and how far its stage is."""
 
 
-@dataclass(frozen=True)
-class Inventory:
-    """Where everything is in a schedule that is meant to have so many stages and microbatches.
+class Stock(NamedTuple):
+    """Where everything is, for S stages and M microbatches.
 
     `first` [8, S, M]: index of the first action of each kind (its code: F to RECV_B), -1 where there is none; `home`
     [S]: rank of the first computation of each stage, -1 where there is none. `outside`, `inside`, `strays`: numbers of
     actions that are out of range, that are in range, and that are on another rank than their stage's home.
     """
 
-    schedule: Schedule
     first: NDArray[np.int32]
     home: NDArray[np.int32]
     outside: int
     inside: int
     strays: int
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """A schedule that is meant to have so many stages and microbatches, and where everything is in it."""
+
+    schedule: Schedule
+    stages: int
+    microbatches: int
 
     @classmethod
     def of(cls, schedule: Schedule | Sequence[Row], stages: int, microbatches: int) -> Inventory:
@@ -66,10 +74,31 @@ class Inventory:
                 raise UsageError(f"schedule: {label}={size}: expected 0 or more")
         table = as_schedule(schedule)
         check_grid(stages, microbatches, len(table))
-        first = np.full((_KINDS, stages, microbatches), -1, np.int32)
-        home = np.full(stages, -1, np.int32)
+        return cls(table, stages, microbatches)
+
+    @cached_property
+    def flawless(self) -> bool:
+        """Whether it is certain that nothing is wrong, so that stock need not be taken."""
+        return flawless(self.schedule, self.stages, self.microbatches)
+
+    @cached_property
+    def stock(self) -> Stock:
+        """Where everything is."""
+        table = self.schedule
+        first = np.full((_KINDS, self.stages, self.microbatches), -1, np.int32)
+        home = np.full(self.stages, -1, np.int32)
         count = _count_loop if available() else _count
-        return cls(table, first, home, *count(table.starts, table.op, table.stage, table.microbatch, first, home))
+        return Stock(first, home, *count(table.starts, table.op, table.stage, table.microbatch, first, home))
+
+    @property
+    def first(self) -> NDArray[np.int32]:
+        """Index of the first action of each kind, see `Stock`."""
+        return self.stock.first
+
+    @property
+    def home(self) -> NDArray[np.int32]:
+        """Rank of each stage, see `Stock`."""
+        return self.stock.home
 
     @cached_property
     def gradient(self) -> NDArray[np.int32]:
@@ -84,7 +113,7 @@ class Inventory:
 
     def out_of_range(self) -> Iterator[str]:
         """Stages and microbatches that should not exist."""
-        if not self.outside:
+        if not self.stock.outside:
             return
         schedule, (_, stages, microbatches) = self.schedule, self.first.shape
         alone = schedule.op >= UNSHARD
@@ -101,7 +130,7 @@ class Inventory:
 
     def repeated(self) -> Iterator[str]:
         """What is done more than once."""
-        if self.inside == np.count_nonzero(self.first >= 0):
+        if self.stock.inside == np.count_nonzero(self.first >= 0):
             return
         schedule, (_, stages, microbatches) = self.schedule, self.first.shape
         here = np.flatnonzero(schedule.op < _KINDS)
@@ -119,7 +148,7 @@ class Inventory:
 
     def astray(self) -> Iterator[str]:
         """What is on another rank than the first computation of its stage."""
-        if not self.strays:
+        if not self.stock.strays:
             return
         schedule = self.schedule
         here = np.flatnonzero((schedule.op != IDLE) & (schedule.stage >= 0) & (schedule.stage < len(self.home)))

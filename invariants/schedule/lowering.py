@@ -22,7 +22,8 @@ from numpy.typing import NDArray
 from invariants.errors import UsageError
 from invariants.schedule.actions import Row
 from invariants.schedule.common_order import merge, times
-from invariants.schedule.compiled import available, loop
+from invariants.schedule.compiled import available
+from invariants.schedule.placing import placed
 from invariants.schedule.table import (
     FIRST,
     IDLE,
@@ -83,8 +84,7 @@ def lower(schedule: Schedule | Sequence[Row], how: str) -> Schedule:
     if (table.op == IDLE).any():
         table = table.kept(table.op != IDLE)
     if available() and not table.joint.any() and how in _RULES:
-        columns = table.starts, table.op, table.stage, table.microbatch
-        return Schedule.of_arrays(*_between_loop(*columns, table.placement, table.makers, _RULES.index(how)))
+        return placed(table, *_asked(table.placement), _RULES.index(how))
     asked = _exchanges(table)
     if how == "in-order":
         return _in_order(table, *asked)
@@ -93,15 +93,21 @@ def lower(schedule: Schedule | Sequence[Row], how: str) -> Schedule:
 
 def _exchanges(table: Schedule) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
     """Code of the send and of the receive that each action asks for [A]; 0, which is F, where it asks for none."""
-    homes = np.append(table.placement, np.int32(-1))  # one more, for the stages beyond both ends
+    of_sends, of_receives = _asked(table.placement)
+    here = np.flatnonzero(table.computes & (table.stage >= 0))
     sends, receives = np.zeros(len(table), np.uint8), np.zeros(len(table), np.uint8)
-    forward, backward = table.op == F, (table.op == B) | (table.op == I)
-    for asks, send, receive, step in ((forward, SEND_F, RECV_F, 1), (backward, SEND_B, RECV_B, -1)):
-        here = np.flatnonzero(asks)
-        stage, rank = table.stage[here], table.rank[here]
-        to, source = homes[np.minimum(stage + step, len(homes) - 1)], homes[np.minimum(stage - step, len(homes) - 1)]
-        sends[here[(to >= 0) & (to != rank)]] = send
-        receives[here[(source >= 0) & (source != rank)]] = receive
+    sends[here] = of_sends[table.op[here], table.stage[here]]
+    receives[here] = of_receives[table.op[here], table.stage[here]]
+    return sends, receives
+
+
+def _asked(placement: NDArray[np.int32]) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+    """`_exchanges` by the computation's code and its stage [4, S]."""
+    sends, receives = np.zeros((2, B + 1, len(placement)), np.uint8)
+    crosses = (placement[:-1] != placement[1:]) & (placement[:-1] >= 0) & (placement[1:] >= 0)
+    sends[F, :-1][crosses], receives[F, 1:][crosses] = SEND_F, RECV_F
+    for code in (I, B):
+        sends[code, 1:][crosses], receives[code, :-1][crosses] = SEND_B, RECV_B
     return sends, receives
 
 
@@ -146,55 +152,6 @@ def _between(table: Schedule, sends: NDArray[np.uint8], receives: NDArray[np.uin
     name = np.concatenate([np.arange(len(table)), sending, receiving])
     batched = np.concatenate([np.zeros(len(table), np.bool_), sent[sending], received[receiving]])
     return _arranged(table, sends, receives, (name, turn, place), np.where(batched, place, 0))
-
-
-@loop
-def _between_loop(
-    starts: NDArray[np.int64],
-    op: NDArray[np.uint8],
-    stage: NDArray[np.int32],
-    microbatch: NDArray[np.int32],
-    placement: NDArray[np.int32],
-    makers: NDArray[np.int32],
-    rule: int,
-) -> tuple[NDArray[np.int64], NDArray[np.uint8], NDArray[np.int32], NDArray[np.int32]]:
-    """`_between` for schedules without compound cells: columns of what comes out."""
-    stages, size = len(placement), len(op)
-    lengths = np.zeros(len(starts) - 1, np.int64)
-    codes, places, numbers = np.empty(3 * size, np.uint8), np.empty(3 * size, np.int32), np.empty(3 * size, np.int32)
-    out = 0
-    for rank in range(len(starts) - 1):
-        begin, sent, to = out, 0, -1
-        for i in range(starts[rank], starts[rank + 1]):
-            forward = op[i] == F
-            exchanges = forward or op[i] == B or op[i] == I
-            source, received = stage[i] + (-1 if forward else 1), 0
-            if exchanges and 0 <= source < stages and placement[source] >= 0 and placement[source] != rank:
-                received = RECV_F if forward else RECV_B
-            ahead = False
-            if sent and received and rule and placement[source] == placement[to]:
-                makes = makers[source, 1 if forward else 0, microbatch[i]]
-                needs = makers[to, 1 if sent == SEND_F else 0, microbatch[i - 1]]
-                if makes >= 0 and needs >= 0 and makes < needs:
-                    ahead = sent == SEND_F if rule == 1 else rank % 2 == 1
-            for turn in range(2):
-                if received and ahead == (turn == 0):
-                    codes[out], places[out], numbers[out] = received, stage[i], microbatch[i]
-                    out += 1
-                if sent and turn == 0:
-                    codes[out], places[out], numbers[out] = sent, stage[i - 1], microbatch[i - 1]
-                    out += 1
-            codes[out], places[out], numbers[out] = op[i], stage[i], microbatch[i]
-            out += 1
-            to, sent = stage[i] + (1 if forward else -1), 0
-            if exchanges and 0 <= to < stages and placement[to] >= 0 and placement[to] != rank:
-                sent = SEND_F if forward else SEND_B
-        if sent:
-            last = starts[rank + 1] - 1
-            codes[out], places[out], numbers[out] = sent, stage[last], microbatch[last]
-            out += 1
-        lengths[rank] = out - begin
-    return lengths, codes[:out], places[:out], numbers[:out]
 
 
 def _arranged(

@@ -14,6 +14,7 @@ from invariants.schedule.compiled import available, loop
 from invariants.schedule.completeness import shortened
 from invariants.schedule.engine import DONE, NOBODY, NOTHING, STARTED, Rest, run
 from invariants.schedule.matching import peer_rank
+from invariants.schedule.rendezvous import all_meet
 from invariants.schedule.table import IDLE, NEXT, SEND_B, SEND_F, Schedule, as_schedule
 from invariants.schedule.transports import Wiring, wire
 
@@ -43,6 +44,9 @@ def evaluate(schedule: Schedule | Sequence[Row], transport: str) -> Outcome:
     is a `UsageError`.
     """
     table = as_schedule(schedule)
+    if _plainly_ends(table, transport):
+        done = np.broadcast_to(np.uint8(DONE), len(table))
+        return Outcome(True, (), (), tuple(_last(table, done, rank) for rank in range(table.ranks)))
     wiring = wire(table, transport)
     rest = run(wiring.network)
     cycle = _Explanation(wiring, rest).cycle()
@@ -50,19 +54,24 @@ def evaluate(schedule: Schedule | Sequence[Row], transport: str) -> Outcome:
         finished=not cycle,
         cycle=cycle,
         mismatches=tuple(shortened(_mismatches(wiring, rest))),
-        last=tuple(_last(table, rest, rank) for rank in range(table.ranks)),
+        last=tuple(_last(table, rest.state, rank) for rank in range(table.ranks)),
     )
 
 
 def ends(schedule: Schedule | Sequence[Row], transport: str) -> bool:
     """Whether it ends: `evaluate(schedule, transport).finished`, without the words."""
-    wiring = wire(as_schedule(schedule), transport)
+    table = as_schedule(schedule)
+    if _plainly_ends(table, transport):
+        return True
+    wiring = wire(table, transport)
     through = bool((run(wiring.network).reached == wiring.network.queues[1:]).all())
     return through and not (wiring.posts and bool((wiring.partner == NOBODY).any()))
 
 
 def sticks(schedule: Schedule, transport: str) -> Literal["in a cycle", "at a loss"] | None:
     """How it does not end: ranks wait for each other, or one waits for what does not exist; None where it ends."""
+    if _plainly_ends(schedule, transport):
+        return None
     wiring = wire(schedule, transport)
     explanation = _Explanation(wiring, run(wiring.network))
     if not explanation.cycle():
@@ -70,11 +79,16 @@ def sticks(schedule: Schedule, transport: str) -> Literal["in a cycle", "at a lo
     return "at a loss" if explanation.lost else "in a cycle"
 
 
-def _last(schedule: Schedule, rest: Rest, rank: int) -> Cell | None:
+def _plainly_ends(schedule: Schedule, transport: str) -> bool:
+    """Whether it ends with nothing swapped, where that is told without a network: a buffer only lets sends go on."""
+    return transport in ("blocking", "buffered") and all_meet(schedule)
+
+
+def _last(schedule: Schedule, state: NDArray[np.uint8], rank: int) -> Cell | None:
     begin, end = int(schedule.starts[rank]), int(schedule.starts[rank + 1])
     last = end - 1
-    if last >= begin and (rest.state[last] != DONE or schedule.op[last] == IDLE):
-        done = np.flatnonzero((rest.state[begin:end] == DONE) & (schedule.op[begin:end] != IDLE))
+    if last >= begin and (state[last] != DONE or schedule.op[last] == IDLE):
+        done = np.flatnonzero((state[begin:end] == DONE) & (schedule.op[begin:end] != IDLE))
         last = begin + int(done[-1]) if len(done) else begin - 1
     if last < begin:
         return None

@@ -6,11 +6,16 @@ follows one rank until it must wait; `waves`, the way without numba, takes a cel
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+from numpy import uint32, uint64
+from numpy.typing import NDArray
 
 from invariants.schedule.compiled import available, loop
 from invariants.schedule.computations import Computations
 from invariants.schedule.costs import Ticks
+from invariants.schedule.memory import zeros
 from invariants.schedule.table import F, W
 from invariants.schedule.waves import Program, Trace, run_in_waves
 
@@ -18,22 +23,26 @@ from invariants.schedule.waves import Program, Trace, run_in_waves
 def run(work: Computations, times: Ticks, hold: bool) -> Trace:
     """Run computations at their prices; `hold`: a rank computes nothing while its message occupies the link."""
     size, stages, kind = len(work.code), len(work.home), times.took.dtype
-    end = np.zeros(size + 1, kind)
+    end, made = zeros(size + 1, kind), zeros((2, stages + 1, 1 << work.bits), np.int32)
+    made.fill(-1)
+    made[0, 0] = made[1, stages] = size
     trace = Trace(
         end=end,
-        arrives=np.zeros(size + 1, kind) if times.links else end,
-        made=np.full((2, stages + 1, 1 << work.bits), -1, np.int32),
+        arrives=zeros(size + 1, kind) if times.links else end,
+        made=made,
         begin=np.zeros(len(work.offsets) - 1, kind),
         busy=np.zeros(len(work.offsets) - 1, kind),
         stopped=work.offsets[:-1].copy(),
     )
-    trace.made[0, 0] = trace.made[1, stages] = size
     # Rows of `made`, counted from that of the stage itself: F, I, W, B.
     gradient = stages + 1
     rows = np.array([[0, gradient + 1, gradient, gradient + 1], [0, 1, gradient, 1], [1, gradient, 0, gradient]])
     prices = times.took, times.pair, times.link, times.transfer, times.latency
     program = Program(*work[:4], rows << work.bits, *prices, len(times.links), hold)
-    if available():
+    if available() and not times.links and bool((work.code & 4).all()):
+        given = work.code.view(f"u{work.code.itemsize}"), *work[1:4], (rows << work.bits).astype(np.uint64), times.took
+        _run_plain(*given, end, made.ravel(), trace.begin, trace.busy, trace.stopped)
+    elif available():
         _run_compiled(program, trace)
     else:
         run_in_waves(program, trace)
@@ -91,3 +100,52 @@ def _run_compiled(program: Program, trace: Trace) -> None:
                         left += 1
             here = last
         stopped[rank], free[rank] = here, now
+
+
+@loop
+def _run_plain(
+    code: NDArray[Any],
+    bits: int,
+    offsets: NDArray[np.int64],
+    home: NDArray[np.int32],
+    cells: NDArray[np.uint64],
+    took: NDArray[Any],
+    end: NDArray[Any],
+    made: NDArray[np.int32],
+    begin: NDArray[Any],
+    busy: NDArray[Any],
+    stopped: NDArray[np.int64],
+) -> None:
+    """The same without compound cells, and with messages that cost nothing."""
+    needs, owns, makes, ranks, stages = cells[0], cells[1], cells[2], len(busy), len(home)
+    free, todo, left = np.zeros_like(busy), np.arange(ranks)[::-1].astype(np.uint32), ranks
+    nothing = uint64(made.size)
+    at, waits = offsets[:-1].astype(np.uint32), np.full(ranks, nothing)
+    while left:
+        left -= 1
+        rank = todo[uint32(left)]
+        here, stop, now = at[rank], uint32(offsets[rank + 1]), free[rank]
+        while here < stop:
+            op, cell = code[here] & 3, uint64(code[here] >> 3)
+            stage, need = cell >> uint64(bits), made[cell + needs[op]]
+            if need < 0 or made[cell + owns[op]] < 0:
+                waits[rank] = cell + needs[op]
+                break
+            if op != W and end[uint32(need)] > now:
+                now = end[uint32(need)]
+            if here == offsets[rank]:
+                begin[rank] = now
+            cost, own = took[op, stage], cell + makes[op]
+            busy[rank] += cost
+            now += cost
+            end[here] = now
+            if op != W and made[own] < 0:
+                made[own] = here
+                to = uint32(stage + uint64(1)) if op == F else uint32(stage - uint64(1))
+                if to < stages and waits[uint32(home[to])] == own:
+                    waits[uint32(home[to])] = nothing
+                    todo[uint32(left)] = home[to]
+                    left += 1
+            here = uint32(here + 1)
+        at[rank], free[rank] = here, now
+    stopped[:] = at

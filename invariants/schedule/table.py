@@ -6,14 +6,19 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
+from numpy import uint32
 from numpy.typing import NDArray
 
 from invariants.errors import UsageError
 from invariants.schedule.actions import NO_MICROBATCH, Action, Batch, Cell, Op, Overlap, Row, actions_of
 from invariants.schedule.compiled import available, loop
+from invariants.schedule.memory import zeros
+
+if TYPE_CHECKING:
+    from invariants.schedule.computations import Computations
 
 Ints = NDArray[np.signedinteger[Any]]
 Flags = NDArray[np.bool_]
@@ -211,7 +216,8 @@ class Schedule:
         """Index of the action that makes each message [S, 2, M], a gradient (0) or an activation (1): the first one, -1
         where none does.
         """
-        makers = np.full((self.stages, 2, max(self.microbatches, 1)), -1, np.int32)
+        makers = zeros((self.stages, 2, max(self.microbatches, 1)), np.int32)
+        makers.fill(-1)
         if available():
             _fill_makers(self.op, self.stage, self.microbatch, makers)
             return makers
@@ -219,6 +225,13 @@ class Schedule:
         where = np.flatnonzero(made & (self.stage >= 0) & (self.microbatch >= 0))
         forward = (self.op[where] == F).astype(np.intp)
         return firsts(makers.shape, (self.stage[where], forward, self.microbatch[where]), where)
+
+    @cached_property
+    def packed(self) -> Computations:
+        """What it computes, in the form that is run; see `computations.computations`."""
+        from invariants.schedule.computations import pack
+
+        return pack(self)
 
     @property
     def columns(self) -> tuple[NDArray[Any], ...]:
@@ -231,11 +244,13 @@ def _fill_homes(
     starts: NDArray[np.int64], op: NDArray[np.uint8], stage: NDArray[np.int32], homes: NDArray[np.int32]
 ) -> int:
     for rank in range(len(starts) - 1):
-        for i in range(starts[rank], starts[rank + 1]):
-            if op[i] <= B and stage[i] >= 0:
-                if homes[stage[i]] >= 0 and homes[stage[i]] != rank:
-                    return i
-                homes[stage[i]] = rank
+        for action in range(starts[rank], starts[rank + 1]):
+            i = uint32(action)
+            here = uint32(stage[i])
+            if op[i] <= B and stage[i] >= 0 and homes[here] != rank:
+                if homes[here] >= 0:
+                    return action
+                homes[here] = rank
     return -1
 
 
