@@ -10,6 +10,7 @@ import shutil
 import socket
 import tempfile
 import time
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +21,7 @@ import psutil  # type: ignore[import-untyped]
 from invariants.errors import InvariantsError, WorldError
 from invariants.world.launched.channel import Entrance
 from invariants.world.launched.launch import Launch
+from invariants.world.record import Reader
 from invariants.world.server import Server
 from invariants.world.starter import Meeting
 from invariants.world.wire import FrameReader, send_frame
@@ -39,12 +41,19 @@ TAIL = 1 << 20
 
 @dataclass
 class _Process:
-    """A rank that was forked here. `sent`: how far into each of its files the controller has read."""
+    """A rank that was forked here.
+
+    `sent`: how far into each of its files the controller has read; `pulse`: of its record at the last look, `copied`:
+    of the copy that the controller has.
+    """
 
     pid: int
     folder: Path
     live: bool
     sent: dict[str, int] = field(default_factory=dict)
+    record: Reader | None = None
+    pulse: tuple[int, int] | None = None
+    copied: tuple[int, int] | None = None
 
 
 class Agent:
@@ -87,8 +96,6 @@ class Agent:
         except InvariantsError as error:
             self._tell("gone", str(error))
             return None
-        except (OSError, EOFError):
-            return None  # the controller, or the way to it
         finally:
             self._server.close()
             os.close(launcher)
@@ -105,7 +112,11 @@ class Agent:
             if self._server.sock in ready:
                 self._note()
             if self._control in ready:
-                for frame in self._reader.read_all():
+                try:
+                    frames = self._reader.read_all()
+                except EOFError:
+                    return None
+                for frame in frames:
                     order, *arguments = pickle.loads(frame)
                     if order == "end":
                         return int(arguments[0])
@@ -125,35 +136,68 @@ class Agent:
     def _obey(self, order: str, arguments: Sequence[Any]) -> None:
         if order == "start":
             self._start(*arguments)
-        elif order == "settle":
-            for handle in self._processes:
-                self._send_on(handle, TAIL)
-            self._tell("settled", *arguments)
         elif order == "seen":
             self._unseen = False
-        elif (process := self._processes.get(arguments[0])) is None:
-            return  # it has ended
-        elif order == "kill":
+        elif order == "ask":
+            number, question, *details = arguments
+            self._tell("answer", number, self._answer(question, details))
+        elif (process := self._processes.get(arguments[0])) is not None:
             self._server.kill(process.pid)
-        elif order == "dump":
+
+    def _answer(self, question: str, details: Sequence[Any]) -> Any:
+        if question == "settle":
+            for handle in self._processes:
+                self._send_on(handle, TAIL)
+            return None
+        if question == "records":
+            copies = {handle: self._copy(process, moving=details[0]) for handle, process in self._processes.items()}
+            return {handle: copy for handle, copy in copies.items() if copy != b""}
+        if (process := self._processes.get(details[0])) is None:
+            return None  # it has ended
+        if question == "dump":
             self._dump(process)
-            self._send_on(arguments[0], TAIL)
+            self._send_on(details[0], TAIL)
+            return None
+        if question == "suspended":
+            return self._server.suspended(process.pid)
+        return self._server.runs(process.pid, details[1])
+
+    def _copy(self, process: _Process, *, moving: bool) -> bytes | None:
+        """A rank's record; nothing if it was sent before, None if the rank goes on communicating."""
+        path = process.folder / f"{self._rank}.record"
+        if not path.exists():
+            return None
+        if process.record is None:
+            process.record = Reader(path, self._rank)
+        before, process.pulse = process.pulse, process.record.pulse()
+        if process.pulse == process.copied:
+            return b""
+        if not moving and process.pulse != before:
+            return None
+        copy = zlib.compress(process.record.copy(), 1)
+        still = process.pulse == process.record.pulse()
+        process.copied = process.pulse if still else None
+        return copy if still or moving else None
 
     def _start(self, handle: int, world: dict[str, Any], meeting: Meeting) -> None:
         folder = Path(tempfile.mkdtemp(prefix=f"{world['size']}-", dir=self._server.folder))
-        with self._entrance.enter("rank", handle) as sock:
+        try:
+            way = self._entrance.enter("rank", handle)
+        except (OSError, EOFError):
+            return  # the controller is lost, which shows where its orders are read
+        with way as sock:
             place = {**world, "folder": folder, "meeting": meeting}
             (pid,) = self._server.fork(place, [sock], first=self._rank)
         self._processes[handle] = _Process(pid, folder, bool(world.get("live")))
 
     def _dump(self, process: _Process) -> None:
         file = process.folder / f"{self._rank}.stack"
-        before, until = file.stat().st_size, time.monotonic() + DUMP_S
+        before, until = _size(file), time.monotonic() + DUMP_S
         self._server.dump(process.pid)
         seen = before
         while time.monotonic() < until:
             # A dump has no end mark: it is complete when a second look finds no more.
-            last, seen = seen, file.stat().st_size
+            last, seen = seen, _size(file)
             if seen == last > before:
                 return
             time.sleep(0.02)
@@ -162,8 +206,11 @@ class Agent:
         """Tell of ranks that have ended, after their last words."""
         for handle, process in list(self._processes.items()):
             if process.pid in self._server.exits:
+                status = self._server.exits.pop(process.pid)
                 self._send_on(handle, PIECE)
-                self._tell("exit", handle, self._server.exits.pop(process.pid))
+                self._tell("exit", handle, status, self._copy(process, moving=True) if status else b"")
+                if process.record is not None:
+                    process.record.close()
                 shutil.rmtree(process.folder, ignore_errors=True)
                 del self._processes[handle]
 
@@ -172,7 +219,7 @@ class Agent:
         process = self._processes[handle]
         found = False
         for path in sorted(process.folder.glob(f"{self._rank}.*")):
-            start, size = process.sent.get(path.name, 0), path.stat().st_size
+            start, size = process.sent.get(path.name, 0), _size(path)
             if size <= start or path.suffix == ".record":  # that one is written to in place
                 continue
             skipped = tail and size - start > limit
@@ -221,9 +268,18 @@ def serve_here(entrance: Entrance, local_rank: int, folder: Path, preload: Seque
         Agent(control, entrance, 0, folder, preload=preload, address=address).serve()
 
 
+def unpacked(record: bytes) -> bytes:
+    """A rank's record, as an agent sends it."""
+    return zlib.decompress(record)
+
+
 def who() -> str:
     """This process, for people."""
     return f"process {os.getpid()} on {socket.gethostname()}"
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
 
 
 def _interfaces(address: str) -> dict[str, str]:

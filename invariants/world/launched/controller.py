@@ -69,7 +69,7 @@ def pytest_cmdline_main(config: pytest.Config) -> Generator[None, Any, Any]:
         status = pytest.ExitCode.USAGE_ERROR
         raise
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it ends, and in bounded time
         hidden.restore()
         status = fleet.end(int(status))
         signal.signal(signal.SIGTERM, before)
@@ -79,6 +79,13 @@ def pytest_cmdline_main(config: pytest.Config) -> Generator[None, Any, Any]:
 def _terminated(_number: int, _frame: object) -> NoReturn:
     """Report before the end: a launcher that has lost one process of a machine ends the others."""
     raise KeyboardInterrupt("the launcher has ended this process (SIGTERM)")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Be interrupted by the launcher while tests run, but not while their report is written."""
+    if fleet_of(session.config) is not None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -103,7 +110,7 @@ def pytest_report_header(config: pytest.Config) -> str | None:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Name the launched processes that are lost."""
     fleet = fleet_of(terminalreporter.config)
-    if fleet is not None and fleet.look():
+    if fleet is not None and (lost := fleet.look()):
         terminalreporter.section("launched processes")
-        for line in fleet.lost:
+        for line in lost:
             terminalreporter.line(line)

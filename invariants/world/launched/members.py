@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from invariants.world.wire import FrameReader
 
@@ -13,8 +14,8 @@ from invariants.world.wire import FrameReader
 class Member:
     """A launched process that has come.
 
-    `devices` is the number that its machine has, once it can fork; `settled` the last request of this kind that it has
-    answered. `gone`: it has ended with the session, or is lost, and then `lost` says in words why.
+    `devices` is the number that its machine has, once it can fork; `answer` the last one that it gave, behind its
+    question's number. `gone`: it has ended with the session, or is lost, and then `lost` says in words why.
     """
 
     sock: socket.socket
@@ -23,7 +24,7 @@ class Member:
     name: str
     reader: FrameReader = field(init=False)
     devices: int | None = None
-    settled: int = 0
+    answer: tuple[int, Any] = (0, None)
     lost: str = ""
     gone: bool = False
 

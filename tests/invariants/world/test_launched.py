@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -261,6 +262,13 @@ def test_hangs(world):
             time.sleep(0.1)
     world.run(hang)
 
+def test_deadlock(world):
+    def cross(context):
+        import torch, torch.distributed as dist
+        dist.send(torch.ones(3), 1 - context.rank)
+        dist.recv(torch.ones(3), 1 - context.rank)
+    world.run(cross, deadline_s=500)
+
 def test_goes_on(world):
     def interface(context):
         import torch, torch.distributed as dist
@@ -277,7 +285,9 @@ def test_ranks_of_two_hosts_that_fail_are_named_and_replaced(job, hosts, monkeyp
     torchrun(job, hosts, "test_bad.py")
     assert job.wait(START_S) == [1, 1]
     text = job.text("0")
-    assert "3 failed, 1 passed" in text
+    assert "4 failed, 1 passed" in text
+    assert "deadlock: ranks 0 -> 1 -> 0 wait for each other" in text
+    assert re.search(r"rank 1 waits in send of float32\[3\] to rank 0, test_bad.py:\d+", text)
     assert "rank 1 raised ValueError: the third layer (world of 2)" in text
     assert "rank 1 died: killed by SIGKILL (world of 2)" in text
     assert "last words of 1" in text
