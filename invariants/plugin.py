@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+# None before those that it imports: pytest could not rewrite the assertions of these any more.
 pytest_plugins = (
-    "invariants.world.fixtures",
     "invariants.world.launched.controller",
     "invariants.world.launched.serving",
+    "invariants.world.fixtures",
     "invariants.suite_plugin",
 )

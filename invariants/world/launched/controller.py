@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Generator
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -57,7 +57,7 @@ def pytest_cmdline_main(config: pytest.Config) -> Generator[None, Any, Any]:
     except InvariantsError as error:
         raise pytest.UsageError(str(error)) from None
     hidden = Hidden()
-    before = signal.signal(signal.SIGTERM, _terminated)
+    before = signal.signal(signal.SIGTERM, lambda *_: _terminated(fleet))
     status: int = pytest.ExitCode.INTERNAL_ERROR
     try:
         if getattr(config.option, "tx", None) or getattr(config.option, "numprocesses", None):
@@ -76,9 +76,10 @@ def pytest_cmdline_main(config: pytest.Config) -> Generator[None, Any, Any]:
     return status
 
 
-def _terminated(_number: int, _frame: object) -> NoReturn:
-    """Report before the end: a launcher that has lost one process of a machine ends the others."""
-    raise KeyboardInterrupt("the launcher has ended this process (SIGTERM)")
+def _terminated(fleet: Fleet) -> None:
+    """A launcher that has lost one process of a machine ends the others: there is time for a report before it kills."""
+    if not fleet.lost:  # else a call on a world is about to fail, and the session with it
+        raise KeyboardInterrupt("the launcher has ended this process (SIGTERM)")
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -38,6 +38,11 @@ class Fleet(Starter):
         self._own: threading.Thread | None = None
 
     @property
+    def lost(self) -> list[str]:
+        """A line for each launched process that is known to be lost."""
+        return self._crew.lost
+
+    @property
     def alive(self) -> bool:
         """Always: what is lost here, nobody makes anew."""
         return True
@@ -138,7 +143,7 @@ class Fleet(Starter):
         """Take what has been told up to now; a line for each launched process that is lost."""
         while self._crew.turn(0):
             pass
-        return self._crew.lost
+        return self.lost
 
     def close(self) -> None:
         """Remove `folder`; launched processes go on to the end of the session."""
