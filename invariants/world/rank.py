@@ -24,7 +24,7 @@ from invariants.world.context import RankContext
 from invariants.world.notices import Relay
 from invariants.world.recorder import Recorder
 from invariants.world.starter import Meeting
-from invariants.world.state import Baseline, communication
+from invariants.world.state import Baseline, leave
 from invariants.world.wire import FrameReader, dumps, loads, send_frame
 
 _END = object()
@@ -69,8 +69,7 @@ def serve(sock: socket.socket, place: Place) -> None:
         while (command := _next(reader)) is not _END:
             if command is None:
                 baseline.restore(context)
-                result = dumps(communication(context))
-                context.recorder.clear()
+                result = dumps(leave(context))
             else:
                 path, levels, cargo = command
                 with relay.during_call(levels), stop.during_call():

@@ -28,8 +28,8 @@ DIMENSIONS = 6
 POSTED, TURNS, WAITING, TEXT_BYTES, USED, LOST, OTHERS = range(7)
 HEADER = (7 + THREADS) * 8
 
-ENTRY = struct.Struct("<q8I3iqqQ9idd")
-"""number; texts kind, dtype, reduction, group, label, source, splits, device; peer, tag, tensors; turn, sequence,
+ENTRY = struct.Struct("<q8I3iqqQi6q2idd")
+"""number plus 1; texts kind, dtype, reduction, group, label, source, splits, device; peer, tag, tensors; turn, sequence,
 bytes; number of dimensions, up to `DIMENSIONS` of them, flags, batch; posted, completed."""
 _COMPLETED = ENTRY.size - 8
 _FLAGS = ENTRY.size - 24
@@ -40,6 +40,7 @@ _RING = _TEXTS + TEXTS
 SIZE = _RING + RING * ENTRY.size
 _TIME = struct.Struct("<d")
 _FLAG = struct.Struct("<i")
+_NUMBER = struct.Struct("<q")
 _LENGTH = struct.Struct("<I")
 
 
@@ -47,9 +48,11 @@ class Writer:
     """The rank's side. Not for several threads at once: the recorder holds its lock."""
 
     def __init__(self, path: Path) -> None:
-        with path.open("w+b") as file:
+        made = path.with_suffix(".new")
+        with made.open("w+b") as file:
             os.ftruncate(file.fileno(), SIZE)
             self._map = mmap.mmap(file.fileno(), SIZE)
+        made.rename(path)  # who finds it finds all of it
         view = memoryview(self._map)
         self.words = view[:HEADER].cast("q")
         self._counts = view[_COUNTS:_KEYS].cast("q")
@@ -102,7 +105,7 @@ class Writer:
     def post(self, *entry: Any) -> int:
         """Append an entry, fields as in `ENTRY` without the number; its number."""
         number = self.words[POSTED]
-        ENTRY.pack_into(self._map, _RING + number % RING * ENTRY.size, number, *entry)
+        ENTRY.pack_into(self._map, _RING + number % RING * ENTRY.size, number + 1, *entry)
         self.words[POSTED] = number + 1
         self.words[TURNS] += 1
         return number
@@ -191,8 +194,10 @@ class Reader:
         return texts
 
     def _entry(self, number: int, texts: list[str]) -> Operation | None:
-        found, *fields = ENTRY.unpack_from(self._map, _RING + number % RING * ENTRY.size)
-        if found != number:
+        at = _RING + number % RING * ENTRY.size
+        found, *fields = ENTRY.unpack_from(self._map, at)
+        (still,) = _NUMBER.unpack_from(self._map, at)
+        if not found == still == number + 1:
             return None  # overwritten meanwhile
         kind, dtype, reduction, group, label, source, splits, device = (
             texts[text - 1] if 0 < text <= len(texts) else "" for text in fields[:8]

@@ -27,7 +27,7 @@ from invariants.communication import NEW_GROUP, POINT_TO_POINT, SEND, Operation
 from invariants.world.buffers import Buffers
 from invariants.world.calls import Call
 from invariants.world.groups import recorded_group
-from invariants.world.record import DIMENSIONS, LOST, OTHERS, POSTED, THREADS, TURNS, WAITING, Reader, Writer
+from invariants.world.record import DIMENSIONS, LOST, OTHERS, POSTED, RING, THREADS, TURNS, WAITING, Reader, Writer
 
 c10d = dist.distributed_c10d
 _BATCH = "batch_isend_irecv"
@@ -49,6 +49,7 @@ class Recorder:
         self._lock = threading.RLock()
         self._sources: dict[tuple[object, int], str] = {}
         self._foreign: dict[str, bool] = {}
+        self._members: dict[str, tuple[int, ...]] = {}
         self._batch: FrameType | None = None
         self._batches = 0
         self._backward = -1
@@ -69,6 +70,7 @@ class Recorder:
         """Forget what was recorded."""
         with self._lock:
             self._writer.clear()
+            self._members.clear()
             self.label = ""
             self.buffers = None
 
@@ -81,10 +83,21 @@ class Recorder:
         """Operations since the record was cleared; the number of the next one."""
         return int(self._writer.words[POSTED])
 
+    @property
+    def complete(self) -> bool:
+        """Whether the record still holds all that was communicated since it was cleared."""
+        return self.posted <= RING and not self._writer.words[LOST]
+
     def operations(self, since: int = 0) -> list[Operation]:
         """What this rank has communicated from operation `since` on; of too many, the last `record.RING`."""
         with self._lock:
             return self._reader.operations(since=since)
+
+    def sequences(self) -> tuple[dict[tuple[Any, ...], int], dict[str, tuple[int, ...]]] | None:
+        """How many operations of each sequence there were, and the members of their groups; None if that is lost."""
+        with self._lock:
+            state = self._reader.state()
+            return None if state is None or state.lost else (state.counts, dict(self._members))
 
     def post(self, kind: str, name: str, members: Sequence[int], call: Call) -> int:
         """Note an operation of the group `name`; its number."""
@@ -93,6 +106,7 @@ class Recorder:
         source, batch = self._source()
         with self._lock:
             self._note_thread()
+            self._members[name] = tuple(members)
             rank = members[call.me] if call.me >= 0 else -1
             peer = members[call.peer] if call.peer >= 0 else -1
             turn, sequence = 0, -1

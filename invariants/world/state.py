@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import os
 import random
+import threading
 import warnings
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from invariants.world.context import RankContext
+from invariants.world.left import Left
 
-Issued = dict[tuple[int, ...], int | None]
-"""Collectives by group, in the order of their creation; None where the rank does not know."""
+c10d = dist.distributed_c10d
 
 
 class Baseline:
@@ -63,22 +65,37 @@ class Baseline:
             torch.cuda.manual_seed(self._rank)
 
 
-def communication(context: RankContext) -> Issued | None:
-    """What this rank has issued in each group since the world began; None when it cannot go on.
-
-    A group that was opened beside the context's cache costs tens of milliseconds to destroy, and hangs where only some
-    ranks know it. gloo does not count point-to-point operations, nccl is not asked.
-    """
+def leave(context: RankContext) -> Left | None:
+    """Forget what was communicated, and drop the groups that were opened; None when the world cannot go on."""
     if not dist.is_initialized():
         return None
-    whole = dist.distributed_c10d._get_default_group()
-    groups = {tuple(range(context.world_size)): whole, **context.groups}
-    if any(group not in groups.values() for group in dist.distributed_c10d._world.pg_map):
+    world = c10d._world
+    kept = (c10d._get_default_group(), *context.groups.values())
+    opened = [group for group in world.pg_map if group not in kept]
+    names = {str(group.group_name): tuple(world.pg_group_ranks[group]) for group in opened}
+    sequences = context.recorder.sequences()
+    context.recorder.clear()
+    if sequences is None:
         return None
-    return {ranks: _issued(group) if context.backend == "gloo" else None for ranks, group in groups.items()}
+    _drop(opened)
+    return Left(tuple(context.groups), names, world.group_count, *sequences)
 
 
-def _issued(group: object) -> int | None:
-    if not isinstance(group, dist.ProcessGroup):
-        return None  # this rank is not one of its members
-    return int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]
+def _drop(groups: list[Any]) -> None:
+    """As `destroy_process_group`, but the backend takes itself apart in a thread: gloo's waits 20 ms for a poll."""
+    world = c10d._world
+    # Let go of last: torch releases the interpreter lock where a backend's own handle ends it, not where a group does.
+    backends = [group._get_backend(device) for group in groups for device in group._device_types]
+    while groups:
+        group = groups.pop()
+        for table in (world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config):
+            del table[group]
+        world.pg_coalesce_state.pop(group, None)
+        tag = world.pg_to_tag.pop(group, None)
+        for known in {tag or "", ""}:
+            if group in world.tags_to_pg.get(known, ()):
+                world.tags_to_pg[known].remove(group)
+        c10d._unregister_process_group(group.group_name)  # type: ignore[attr-defined]
+        del group
+    if backends:
+        threading.Thread(target=backends.clear, daemon=True).start()

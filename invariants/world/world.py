@@ -8,7 +8,7 @@ import pickle
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from invariants.errors import UsageError, WorldError
 from invariants.world.collect import Collection, Rank
 from invariants.world.failure import RankFailed, RankFailure
 from invariants.world.guard import LIMIT_S, allowed
+from invariants.world.left import in_step
 from invariants.world.output import Listener, Output
 from invariants.world.starter import Starter
 from invariants.world.wire import dumps, loads
@@ -92,14 +93,13 @@ class World:
     def reset(self) -> None:
         """Undo what was left behind on the ranks since the last reset; see `invariants.world.state`.
 
-        A world whose ranks have communicated unequally, or opened groups of their own, is replaced instead. Raises
+        A world whose ranks have communicated unequally, or know different groups, is replaced instead. Raises
         `RankFailed` if a rank has died since its last answer.
         """
         if not self._ranks or not self._used:
             return
         self._used = False
-        states = [loads(answer) for answer in self._ask(pickle.dumps(None), self._deadline_s())]
-        if not _in_step(states):
+        if not in_step([loads(answer) for answer in self._ask(pickle.dumps(None), self._deadline_s())]):
             self._end()
             return
         self._listener.forget()
@@ -220,14 +220,3 @@ class World:
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
             raise WorldError(f"the result of rank {rank} cannot be unpickled here: {reason}") from error
-
-
-def _in_step(states: Sequence[dict[tuple[int, ...], int | None] | None]) -> bool:
-    """Whether all ranks know the same groups, and have issued as many collectives in each as its other members.
-
-    A collective that one rank has issued and another has not would pair with the next example's.
-    """
-    known = [state for state in states if state is not None]
-    if len(known) < len(states) or len({tuple(state) for state in known}) > 1:
-        return False
-    return all(len({state[group] for state in known} - {None}) <= 1 for group in known[0])
