@@ -283,7 +283,15 @@ def opened_by_some(context):
     import torch.distributed as dist
 
     if context.rank == 0:
-        dist.new_group([0], use_local_synchronization=True)
+        dist.new_group([0])  # torch numbers groups: from here on the ranks disagree
+
+
+def sent_and_not_received(context):
+    import torch
+    import torch.distributed as dist
+
+    if context.rank == 0:
+        dist.isend(torch.ones(1), 1)
 
 
 def issued_by_one(context):
@@ -300,7 +308,7 @@ def group_destroyed(context):
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("leave", [opened_by_some, issued_by_one, group_destroyed])
+@pytest.mark.parametrize("leave", [opened_by_some, issued_by_one, sent_and_not_received, group_destroyed])
 def test_a_world_whose_communication_is_uneven_is_replaced(worlds, leave):
     world = worlds(2)
     world.run(leave)
@@ -309,6 +317,30 @@ def test_a_world_whose_communication_is_uneven_is_replaced(worlds, leave):
     assert world.run(sum_of_ranks) == [1.0, 1.0]
     assert before
     assert not set(world.pids) & set(before)
+
+
+def open_and_use(context):
+    import torch
+    import torch.distributed as dist
+
+    whole = dist.new_group([0, 1])
+    own = dist.new_group([context.rank], use_local_synchronization=True)
+    total = torch.tensor(float(context.rank))
+    dist.all_reduce(total, group=whole)
+    dist.all_reduce(total, group=own)
+    return total.item(), len(dist.distributed_c10d._world.pg_map)
+
+
+def test_groups_that_a_test_opened_are_dropped_and_the_ranks_stay(worlds):
+    world = worlds(2)
+    world.reset()
+    first = world.run(open_and_use)
+    pids = world.pids
+    for _ in range(3):
+        world.reset()
+        assert world.run(open_and_use) == first
+    assert [total for total, _ in first] == [1.0, 1.0]
+    assert world.pids == pids
 
 
 def test_a_longer_deadline_gets_a_backend_that_waits_as_long(worlds):
