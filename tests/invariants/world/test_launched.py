@@ -235,6 +235,28 @@ def test_one_host_one_report(job):
     assert job.left_behind() == ([], [])
 
 
+def test_nccl(job):
+    import torch
+
+    devices = 0 if torch.version.cuda is None else torch.cuda.device_count()
+    if devices < 2:
+        pytest.skip(f"NCCL wants a GPU of its own for each of 2 ranks, and there are {devices}")
+    (job.folder / "test_nccl.py").write_text(
+        """
+def test_nccl(world):
+    def total(context):
+        import torch, torch.distributed as dist
+        ones = torch.ones(3, device=context.device)
+        dist.all_reduce(ones)
+        return context.device.index, ones
+    assert [(index, ones.tolist()) for index, ones in world.run(total)] == [(0, [2.0] * 3), (1, [2.0] * 3)]
+"""
+    )
+    job.start("all", [*TORCHRUN, "--standalone", "--nproc-per-node=2", *PYTEST, "--backend=nccl", "test_nccl.py"])
+    assert job.wait(START_S) == [0]
+    assert " 1 passed" in job.text("all")
+
+
 BAD = """
 import os, time
 import pytest
