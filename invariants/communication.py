@@ -61,7 +61,7 @@ class Operation:
         if self.kind not in POINT_TO_POINT:
             return self.group, self.device, "collective"
         ends = (self.rank, self.peer) if self.kind == SEND else (self.peer, self.rank)
-        return self.group, self.device, self.kind, *ends, self.tag
+        return self.group, self.device, self.kind, *ends, self.tag if self.device == "cpu" else 0
 
     def __str__(self) -> str:
         """As in `send of float32[4, 16] (F, microbatch 2) to rank 1, pipeline.py:88`."""

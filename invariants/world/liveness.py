@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from invariants.communication import ANY_SOURCE, POINT_TO_POINT, SEND, Operation
-from invariants.world.record import Reader, State, answering
+from invariants.communication import ANY_SOURCE, NEW_GROUP, POINT_TO_POINT, SEND, Operation
+from invariants.world.record import Reader, State, answering, opening
 
 
 @dataclass(frozen=True)
@@ -29,36 +29,42 @@ def stuck_ranks(states: Mapping[int, State], done: frozenset[int], busy: frozens
     """Which ranks wait for ever.
 
     `states`: of each rank of the world; `done`: those that have finished or died; `busy`: those of which another thread
-    than the main one may still communicate.
+    than the main one may still communicate. What is lost of a record may be anything.
     """
-    going = {
+    unknown = busy | {rank for rank, state in states.items() if state.lost}
+    going = unknown | {
         rank
         for rank, state in states.items()
-        if rank in busy or state.lost or (rank not in done and (state.waiting is None or _unclear(state, states)))
+        if rank not in done and (state.waiting is None or _unclear(state, states))
     }
     left = {rank: state.waiting for rank, state in states.items() if rank not in going and rank not in done}
     while True:
         blocked = {
-            rank: tuple(peer for peer in _missing(operation, states) if peer not in going)
+            rank: tuple(_blockers(operation, states, going, unknown))
             for rank, operation in left.items()
             if operation is not None
         }
         freed = {rank for rank, blockers in blocked.items() if not blockers}
         if not freed:
             return {rank: Stuck(operation, blocked[rank]) for rank, operation in left.items() if operation is not None}
-        going |= freed
+        going = going | freed
         left = {rank: operation for rank, operation in left.items() if rank not in freed}
 
 
-def _missing(operation: Operation, states: Mapping[int, State]) -> Iterator[int]:
-    """The ranks that have not yet posted what the operation needs of them."""
+def _blockers(
+    operation: Operation, states: Mapping[int, State], going: frozenset[int], unknown: frozenset[int]
+) -> Iterator[int]:
+    """The ranks that have not posted what the operation needs of them, and never will."""
+    peers, sequence = operation.members, operation.sequence
     if operation.kind in POINT_TO_POINT:
-        if states[operation.peer].counts.get(answering(operation), 0) < operation.turn:
-            yield operation.peer
-        return
-    for member in operation.members:
-        if states[member].counts.get(operation.sequence, 0) < operation.turn:
-            yield member
+        peers, sequence = (operation.peer,), answering(operation)
+    for peer in peers:
+        counts = states[peer].counts
+        if counts.get(sequence, 0) < operation.turn:
+            if peer not in going:
+                yield peer
+        elif operation.kind == NEW_GROUP and peer not in unknown and opening(operation) not in counts:
+            yield peer  # it has opened another group in the place of this one
 
 
 def _unclear(state: State, states: Mapping[int, State]) -> bool:

@@ -137,7 +137,7 @@ def _call(context: RankContext, path: list[str], cargo: bytes) -> bytes:
     context.generator.manual_seed(context.rank)
     function, arguments = loads(cargo)
     result: Any = function(context, *arguments)
-    context.recorder.idle()
+    context.recorder.end_of_call()
     try:
         return dumps(result)
     except Exception as error:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from invariants.communication import ANY_SOURCE, SEND, Operation
+from invariants.communication import NEW_GROUP, SEND, Operation
 
 RING = 1 << 14
 """Operations that are kept; older ones are overwritten."""
@@ -29,8 +29,8 @@ POSTED, TURNS, WAITING, TEXT_BYTES, USED, LOST, OTHERS = range(7)
 HEADER = (7 + THREADS) * 8
 
 ENTRY = struct.Struct("<q8I3iqqQi6q2idd")
-"""number plus 1; texts kind, dtype, reduction, group, label, source, splits, device; peer, tag, tensors; turn, sequence,
-bytes; number of dimensions, up to `DIMENSIONS` of them, flags, batch; posted, completed."""
+"""number plus 1; texts kind, dtype, reduction, group, label, source, splits, device; peer, tag, tensors; turn,
+sequence, bytes; number of dimensions, up to `DIMENSIONS` of them, flags, batch; posted, completed."""
 _COMPLETED = ENTRY.size - 8
 _FLAGS = ENTRY.size - 24
 _COUNTS = HEADER
@@ -131,9 +131,9 @@ class State:
     waiting: Operation | None
     """What the main thread waits in."""
     counts: dict[tuple[Any, ...], int]
-    """Operations posted by sequence, see `Operation.sequence`."""
+    """Operations posted by sequence, see `Operation.sequence`; and 1 for each group opened, see `opening`."""
     threads: tuple[int, ...]
-    """Native ids of the other threads that have communicated."""
+    """Native ids of other threads that have communicated, or were there when the main thread began to wait."""
     lost: bool
     """Whether the record is incomplete."""
 
@@ -230,9 +230,12 @@ class Reader:
         )
 
 
-def any_source(group: str, device: str, rank: int) -> tuple[Any, ...]:
-    """The prefix of the sequences of receives of `rank` from any source in `group`."""
-    return group, device, ANY_SOURCE, -1, rank
+def opening(operation: Operation) -> tuple[Any, ...]:
+    """What a rank counts besides the sequence when it opens a group: that its `turn`-th has these members.
+
+    torch numbers groups in the order in which they are opened: a group is the same on its members if its number is.
+    """
+    return operation.group, operation.device, NEW_GROUP, operation.turn, *operation.members
 
 
 def answering(operation: Operation) -> tuple[Any, ...]:

@@ -4,16 +4,18 @@ Groups are made of a subclass of torch's `ProcessGroup`, see `invariants.world.g
 from Python, and what torch calls on it from C++ (DDP's reducer, functional collectives), arrives at its methods, is
 noted and handed on to the group's backend.
 
-Not seen: what is done on a backend without its group, groups that C++ makes (`split_group`), waits for a store, and
-whether a program that asks `is_completed` in a loop does anything else.
+Not seen: what is done on a backend without its group, groups that C++ makes (`split_group`), waits for a store or for a
+future, and whether a program that asks `is_completed` in a loop does anything else.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -50,6 +52,7 @@ class Recorder:
         self._sources: dict[tuple[object, int], str] = {}
         self._foreign: dict[str, bool] = {}
         self._members: dict[str, tuple[int, ...]] = {}
+        self._opened: Counter[str] = Counter()
         self._batch: FrameType | None = None
         self._batches = 0
         self._backward = -1
@@ -71,6 +74,7 @@ class Recorder:
         with self._lock:
             self._writer.clear()
             self._members.clear()
+            self._opened.clear()
             self.label = ""
             self.buffers = None
 
@@ -97,7 +101,9 @@ class Recorder:
         """How many operations of each sequence there were, and the members of their groups; None if that is lost."""
         with self._lock:
             state = self._reader.state()
-            return None if state is None or state.lost else (state.counts, dict(self._members))
+            if state is None or state.lost:
+                return None
+            return {key: count for key, count in state.counts.items() if key[2] != NEW_GROUP}, dict(self._members)
 
     def post(self, kind: str, name: str, members: Sequence[int], call: Call) -> int:
         """Note an operation of the group `name`; its number."""
@@ -105,8 +111,12 @@ class Recorder:
         writer = self._writer
         source, batch = self._source()
         with self._lock:
-            self._note_thread()
-            self._members[name] = tuple(members)
+            if threading.get_ident() == self._main:
+                self.idle()
+            else:
+                self._note_threads([threading.get_native_id()])
+            if kind != NEW_GROUP:
+                self._members[name] = tuple(members)
             rank = members[call.me] if call.me >= 0 else -1
             peer = members[call.peer] if call.peer >= 0 else -1
             turn, sequence = 0, -1
@@ -115,10 +125,12 @@ class Recorder:
                 tag = call.tag if device == "cpu" else 0
                 sequence, turn = writer.turn((name, device, kind, *ends, tag))
             else:
+                if kind == NEW_GROUP:
+                    # First which, then that: who reads the count can tell what it counts.
+                    self._opened[name] += 1
+                    writer.turn((name, device, NEW_GROUP, self._opened[name], *members))
                 sequence, turn = writer.turn((name, device, "collective"))
             shape = call.shape[:DIMENSIONS]
-            if threading.get_ident() == self._main:
-                self.idle()
             return writer.post(
                 writer.text(kind),
                 writer.text(call.dtype) if call.dtype else 0,
@@ -144,16 +156,18 @@ class Recorder:
             )
 
     @contextmanager
-    def waiting(self, number: int) -> Iterator[None]:
-        """The calling thread waits for operation `number`; it is complete if that returns."""
+    def waiting(self, number: int, *, completes: bool = True) -> Iterator[None]:
+        """The calling thread waits for operation `number`; if it `completes`, that is so when the wait returns."""
         words = self._writer.words
         main = threading.get_ident() == self._main
         if main:
+            self._note_other_threads()
             words[WAITING] = number + 1
             words[TURNS] += 1
         try:
             yield
-            self._writer.complete(number, time.monotonic())
+            if completes:
+                self._writer.complete(number, time.monotonic())
         finally:
             if main:
                 words[WAITING] = 0
@@ -176,8 +190,13 @@ class Recorder:
 
     def _ending_backward(self) -> None:
         wait = ExitStack()
-        wait.enter_context(self.waiting(self._last_of_backward))
+        wait.enter_context(self.waiting(self._last_of_backward, completes=False))
         torch.autograd.Variable._execution_engine.queue_callback(wait.close)
+
+    def end_of_call(self) -> None:
+        """The main thread is done, and posts nothing more by itself."""
+        self.idle()
+        self._note_other_threads()
 
     def idle(self) -> None:
         """The main thread waits for nothing: a backward that failed has not said so."""
@@ -196,6 +215,7 @@ class Recorder:
             yield
             return
         name = f"local {members}" if local else whole.group_name
+        self._members[name] = tuple(members if local else everyone)
         call = Call(me=members.index(mine) if mine in members else -1, device="store")
         number = self.post(NEW_GROUP, name, members, call)
         if mine not in members:
@@ -204,14 +224,23 @@ class Recorder:
         with self.waiting(number):
             yield
 
-    def _note_thread(self) -> None:
-        if threading.get_ident() != self._main:
-            words, own = self._writer.words, threading.get_native_id()
-            for place in range(OTHERS, OTHERS + THREADS):
-                if words[place] in (0, own):
-                    words[place] = own
-                    return
-            words[LOST] = 1  # too many to tell whether one of them is still at work
+    def _note_other_threads(self) -> None:
+        """Threads that Python has started: one that has not communicated yet may still be what the others wait for."""
+        if threading.active_count() > 1:
+            others = [thread for thread in threading.enumerate() if not isinstance(thread, threading._DummyThread)]
+            with self._lock:
+                self._note_threads([each.native_id or os.getpid() for each in others if each.ident != self._main])
+
+    def _note_threads(self, threads: Sequence[int]) -> None:
+        words = self._writer.words
+        for thread in threads:
+            known = list(words[OTHERS : OTHERS + THREADS])
+            if thread in known:
+                continue
+            ended = (place for place, each in enumerate(known) if not each or not _runs(each))
+            # Where there are too many, the main one, which never ends, stands for the rest.
+            place, noted = next(((place, thread) for place in ended), (THREADS - 1, os.getpid()))
+            words[OTHERS + place] = noted
 
     def _source(self) -> tuple[str, int]:
         """`file:line` of the innermost frame that is neither torch's nor ours, and the batch that the call is part of.
@@ -237,6 +266,10 @@ class Recorder:
                 batch = self._batches
             frame = frame.f_back
         return "", batch
+
+
+def _runs(thread: int) -> bool:
+    return Path(f"/proc/self/task/{thread}").exists()
 
 
 def _foreign(file: str) -> bool:
