@@ -10,6 +10,7 @@ import enum
 from dataclasses import dataclass, field
 
 from invariants.case import Case
+from invariants.communication import Operation
 from invariants.target import Promises
 
 
@@ -27,6 +28,7 @@ class Section(enum.Enum):
     OPTIMIZER = "optimizer"
     RELOAD = "reload"
     RESUME = "resume"
+    COMMUNICATION = "communication"
 
 
 @dataclass(frozen=True)
@@ -148,6 +150,23 @@ class Resume:
 
 
 @dataclass(frozen=True)
+class Posted:
+    """What one rank communicated `inside` step `step`, from 1; or else after `step` steps and in none of them: while
+    the trainer was built (0), saved or loaded, or held out its tensors.
+
+    `resumed` tells the run that was loaded from the checkpoint from the uninterrupted one; it starts with a build after
+    0 steps, as that does. Operations have their numbers and turns from the start of the run. Their times are no seconds
+    but whole numbers that rise with each operation that the rank posted, or had waited for, in the run.
+    """
+
+    rank: int
+    step: int
+    inside: bool
+    resumed: bool
+    operations: tuple[Operation, ...]
+
+
+@dataclass(frozen=True)
 class Evidence:
     """All that was recorded for one case of one target."""
 
@@ -171,3 +190,5 @@ class Evidence:
     optimizer: tuple[Owned, ...] | None = None
     reload: Reload | None = None
     resume: Resume | None = None
+    communication: tuple[Posted, ...] | None = None
+    """Lost, not cut short, where a rank communicated more than its record holds."""

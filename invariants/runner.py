@@ -81,7 +81,9 @@ class _Run:
         size = self.case.topology.world_size
         trained = self._guarded(Section, lambda: self._train(self.pool.get(size)))
         if trained is not None:
-            resumed = self._guarded(_RELOADED, lambda: self._resume(trained)) if self.saves else None
+            later = (*_RELOADED, Section.COMMUNICATION)
+            resumed = self._guarded(later, lambda: self._resume(trained)) if self.saves else None
+            self._note_communication(*trained, *(resumed or ()))
             self._guarded(_COMPARED, lambda: self._compare(trained, resumed))
         return Evidence(
             target=self.target.name,
@@ -206,6 +208,12 @@ class _Run:
             rank, step = silent[0]
             reason = f"rank {rank} did not report its reduced gradients in step {step}; elsewhere they were reported"
             self.lost |= dict.fromkeys((Section.GRADIENTS, Section.UPDATES), reason)
+
+    def _note_communication(self, *ranks: Trained) -> None:
+        if any(rank.communication is None for rank in ranks):
+            self.lost[Section.COMMUNICATION] = "a rank communicated more than its record holds"
+        elif Section.COMMUNICATION not in self.lost:
+            self.found[Section.COMMUNICATION] = _chained(rank.communication or () for rank in ranks)
 
     @contextlib.contextmanager
     def _session(self, world: World) -> Iterator[None]:

@@ -14,10 +14,20 @@ import pytest
 ROOT = Path(__file__).parents[1]
 FILE_LINES, FUNCTION_LINES = 300, 50
 
-PURE = ("invariants.invariant", "invariants.evidence", "invariants.case", "invariants.errors", "invariants.schedule")
+PURE = (
+    "invariants.invariant",
+    "invariants.evidence",
+    "invariants.communication",
+    "invariants.case",
+    "invariants.errors",
+    "invariants.schedule",
+)
 CATALOG_MAY = (*PURE, "invariants.catalog", "numpy")
 ON_RANKS = ("invariants.probes", "invariants.targets", "invariants.world.rank", "invariants.world.state")
-PLANTED = ("impl.faults", "impl.misplaced", "impl.plants", "impl.variants", "impl.conditions")
+PLANTED = (
+    *("impl.faults", "impl.misplaced", "impl.miscommunicated", "impl.plants", "impl.variants"),
+    *("impl.conditions", "impl.planting"),
+)
 KNOW_THE_FRAMEWORK = ("impl.target", *PLANTED)
 UNPICKLES_FILES = (
     *("pickle.load", "pickle.Unpickler", "cloudpickle.load", "dill.load", "joblib.load", "marshal.load"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from invariants.evidence import Deviation, Owned, Snapshot, StagePeak, State
+from invariants.evidence import Deviation, Owned, Posted, Snapshot, StagePeak, State
 
 
 @dataclass(frozen=True)
@@ -35,13 +35,17 @@ class Stepped:
 
 @dataclass
 class Trained:
-    """What one rank recorded over the whole history, or over what was left of it after a load."""
+    """What one rank recorded over the whole history, or over what was left of it after a load.
+
+    `communication` is None where there was more of it than a rank's record holds.
+    """
 
     steps: list[Stepped] = field(default_factory=list)
     peaks: list[StagePeak] = field(default_factory=list)
     snapshots: list[Snapshot] = field(default_factory=list)
     owned: list[Owned] = field(default_factory=list)
     state: State | None = None
+    communication: tuple[Posted, ...] | None = None
 
 
 @dataclass(frozen=True)

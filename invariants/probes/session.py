@@ -23,6 +23,7 @@ from invariants.case import Case, Save
 from invariants.errors import Refused, UsageError
 from invariants.evidence import Snapshot, State
 from invariants.probes.activations import Activations
+from invariants.probes.communicated import Communicated
 from invariants.probes.data import window_of
 from invariants.probes.pieces import digest_of, dump, owned_of, pieces_of, print_of, prints_of
 from invariants.probes.records import Built, Stepped, Trained
@@ -53,6 +54,7 @@ def build(context: RankContext, target: Target, case: Case, fault: str | None) -
         if not isinstance(target, HasFaults) or fault not in target.faults():
             return Built(mistake=f"fault {fault!r}: target {target.name} has no such fault")
         patches.enter_context(target.faults()[fault].patch())
+    communicated = Communicated(context.recorder)
     try:
         trainer = target.build(case, context)
     except Refused as reason:
@@ -62,7 +64,7 @@ def build(context: RankContext, target: Target, case: Case, fault: str | None) -
     if lacking := [name for name in ("step", "held") if not callable(getattr(trainer, name, None))]:
         found = f"build returned a {type(trainer).__name__} without {' and '.join(lacking)}"
         return Built(mistake=f"target {target.name}: {found}: expected a trainer, see invariants.target.Trainer")
-    context.state["session"] = Session(context, target, case, trainer)
+    context.state["session"] = Session(context, target, case, trainer, communicated)
     row = None
     if isinstance(trainer, Pipelines):
         cells = trainer.schedule()
@@ -88,6 +90,7 @@ def train(context: RankContext, folder: Path) -> Trained:
             session.record_state()
             session.trainer.save(folder / "checkpoint")
     session.record_sizes()
+    session.record_communication()
     return session.recorded
 
 
@@ -96,6 +99,7 @@ def resume(context: RankContext, folder: Path, checkpoint: Path) -> Trained:
     session: Session = context.state["session"]
     assert session.case.save_after is not None
     assert isinstance(session.trainer, Saves)
+    session.communicated.goes_on(session.case.save_after)
     _seed(_UNLIKELY_SEED)
     session.scramble()
     session.trainer.load(checkpoint)
@@ -104,6 +108,7 @@ def resume(context: RankContext, folder: Path, checkpoint: Path) -> Trained:
     session.snapshot()
     while session.done < len(session.case.windows):
         session.step()
+    session.record_communication()
     return session.recorded
 
 
@@ -118,8 +123,11 @@ def close(context: RankContext) -> None:
 class Session:
     """A trainer and what was recorded of it."""
 
-    def __init__(self, context: RankContext, target: Target, case: Case, trainer: Trainer) -> None:
+    def __init__(
+        self, context: RankContext, target: Target, case: Case, trainer: Trainer, communicated: Communicated
+    ) -> None:
         self.context, self.target, self.case, self.trainer = context, target, case, trainer
+        self.communicated = communicated
         self.activations = Activations(trainer.stages() if isinstance(trainer, Pipelines) else ())
         self.recorded = Trained()
         self.folder = Path()
@@ -135,11 +143,15 @@ class Session:
         def observe(moment: Moment) -> None:
             if moment is not Moment.REDUCED:
                 raise UsageError(f"step: observe({moment!r}): expected Moment.REDUCED")
+            self.communicated.goes_on(self.done)
             dump(gradients, pieces_of(self.trainer.held(Kind.GRADIENT)))
+            self.communicated.goes_on(self.done + 1, inside=True)
 
         window = window_of(self.target, self.case, self.done)
+        self.communicated.goes_on(self.done + 1, inside=True)
         with self.activations.watching():
             result = self.trainer.step(window, observe)
+        self.communicated.goes_on(self.done + 1)
         if not isinstance(result, StepResult):
             raise UsageError(f"step returned {type(result).__name__}: expected a StepResult")
         self.done += 1
@@ -169,6 +181,10 @@ class Session:
         """Record place and size of all that is held."""
         for kind in (Kind.PARAMETER, Kind.OPTIMIZER, Kind.MASTER):
             self.recorded.owned += owned_of(self.trainer.held(kind), self.context.rank, kind.value)
+
+    def record_communication(self) -> None:
+        """Record what was communicated since before the build."""
+        self.recorded.communication = self.communicated.posted(self.context.rank, resumed=self.loaded)
 
     def scramble(self) -> None:
         """Overwrite all parameters: a load that leaves one out would else find it as the seed made it."""

@@ -398,7 +398,7 @@ def test_a_rank_that_hangs_is_named_with_its_stack(run):
 
 def test_a_load_that_raises_loses_what_comes_after_it_and_nothing_else(run):
     evidence = run(Own(load=on_rank(0, fail(OSError("no such checkpoint")))))
-    assert set(evidence.lost) == {"reload", "resume"}
+    assert set(evidence.lost) == {"reload", "resume", "communication"}
     found = statuses(evidence)
     assert found["checkpoint.identical"] == found["checkpoint.resume"] == "unknown"
     assert found["gradients.reference"] == found["replicas.agree"] == "holds"
