@@ -68,6 +68,11 @@ def tied_over_stages(case: Case) -> bool:
     return case.model.tied and several_stages(case) and 0 not in case.frozen
 
 
+def single_precision(case: Case) -> bool:
+    """Whether numbers are float32."""
+    return case.precision == "float32"
+
+
 def adaptive(case: Case) -> bool:
     """Whether there is optimizer state."""
     return case.optimizer.kind != "sgd"

@@ -1,20 +1,14 @@
-"""Planted faults and harmless variants, put into `impl` from outside: nothing in there knows of them.
+"""Planted faults and harmless variants of `impl`, by name.
 
-Each fault names the public report that it stands for. A patch replaces functions, at the place where they are looked
-up, with what `plants` and `variants` make of the originals.
+Each fault names the public report that it stands for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from importlib import import_module
-from typing import Any
-from unittest import mock
+from collections.abc import Mapping
 
-from impl import misplaced, plants, variants
+from impl import miscommunicated, misplaced, plants, variants
 from impl.conditions import (
-    Applies,
     adaptive,
     all_of,
     always,
@@ -30,32 +24,8 @@ from impl.conditions import (
     tied_over_stages,
     uneven,
 )
-from impl.plants import Make
+from impl.planting import fault, harmless
 from invariants.target import Fault
-
-
-@contextmanager
-def patched(changes: Mapping[str, Make]) -> Iterator[None]:
-    """Replace what `module.attribute` or `module.Class.attribute` of `impl` names, and put the originals back."""
-    with ExitStack() as stack:
-        for path, make in changes.items():
-            module, *owners, name = path.split(".")
-            owner: Any = import_module(f"impl.{module}")
-            for part in owners:
-                owner = getattr(owner, part)
-            stack.enter_context(mock.patch.object(owner, name, make(getattr(owner, name))))
-        yield
-
-
-def fault(report: str, applies: Applies, changes: Mapping[str, Make]) -> Fault:
-    """A wrong line that stands for `report`."""
-    return Fault(report, lambda: patched(changes), applies=applies)
-
-
-def harmless(reason: str, applies: Applies, changes: Mapping[str, Make]) -> Fault:
-    """A change that keeps every promise."""
-    return Fault(reason, lambda: patched(changes), harmless=True, applies=applies)
-
 
 FAULTS: Mapping[str, Fault] = {
     # schedules
@@ -206,7 +176,7 @@ FAULTS: Mapping[str, Fault] = {
     "state-not-sharded": fault(
         "https://github.com/facebookresearch/fairscale/issues/115 (state is sharded over a wrong group)",
         all_of(several_replicas, adaptive),
-        {"zero1.FlatGroup.__init__": plants.shard_group_of_one, "zero1.FlatGroup.reduce": variants.all_reduce},
+        {"zero1.FlatGroup.__init__": plants.shard_group_of_one, "zero1.FlatGroup.reduce": miscommunicated.all_reduce},
     ),
     # checkpoints
     "random-state-not-restored": fault(
@@ -249,7 +219,7 @@ FAULTS: Mapping[str, Fault] = {
         {"zero1.FlatGroup.reduce": variants.reversed_sum},
     ),
     "all-reduce-then-slice": harmless(
-        "another way to the same sums", several_replicas, {"zero1.FlatGroup.reduce": variants.all_reduce}
+        "another way to the same sums", several_replicas, {"zero1.FlatGroup.reduce": miscommunicated.all_reduce}
     ),
     "parameters-in-reverse-order": harmless(
         "a flat buffer may hold its parameters in any order",

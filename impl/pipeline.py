@@ -64,7 +64,7 @@ class Execution:
         """Carry out the row; returns the loss."""
         for cell in self.pipeline.row:
             if isinstance(cell, Batch):
-                self.communicate(cell.actions)
+                self.together(cell.actions)
             elif isinstance(cell, Overlap):
                 raise NotImplementedError(f"schedule cell {cell}: this executor computes one action at a time")
             elif cell.op is Op.FORWARD:
@@ -74,7 +74,7 @@ class Execution:
             elif cell.op.computes:
                 raise NotImplementedError(f"schedule cell {cell}: this executor runs full backwards only")
             else:
-                self.communicate((cell,))
+                self.communicate(cell)
         for op in tuple(self.sending):
             self.finish_send(op)
         return self.loss
@@ -100,50 +100,63 @@ class Execution:
             assert gradient is not None
             self.input_gradients[index] = gradient
 
-    def communicate(self, actions: Sequence[Action]) -> None:
-        """Post all of `actions`, then wait for the receives among them."""
-        receives = [work for action in actions if (work := self.post(action)) is not None]
-        for work in receives:
-            work.wait()
-
-    def post(self, action: Action) -> dist.Work | None:
-        """Start a send or a receive; returns the work of a receive."""
-        index, grid = action.microbatch, self.grid
-        after, before = grid.rank + grid.dp, grid.rank - grid.dp
-        if action.op is Op.SEND_F:
-            self.send(action, self.outputs[index].detach(), after)
-        elif action.op is Op.SEND_B:
-            self.send(action, self.input_gradients.pop(index), before)
-        elif action.op is Op.RECV_F:
-            self.inputs[index] = self.buffer(index)
-            work = self.receive(self.inputs[index], before)
-            self.inputs[index].requires_grad_()
-            return work
+    def communicate(self, action: Action) -> None:
+        """Start one send, or receive one message."""
+        tensor, peer = self.message(action)
+        if action.op.sends:
+            self.send(action, tensor, peer)
         else:
-            self.output_gradients[index] = self.buffer(index)
-            return self.receive(self.output_gradients[index], after)
-        return None
+            self.receive(tensor, peer).wait()
+            self.received(action)
+
+    def together(self, actions: Sequence[Action]) -> None:
+        """Post all of `actions` as one, and wait for all: alone, neighbours that both send first may hang on NCCL."""
+        posts = []
+        for action in actions:
+            tensor, peer = self.message(action)
+            how = dist.isend if action.op.sends else dist.irecv
+            posts.append(dist.P2POp(how, tensor, peer, group=self.grid.pp_group))
+        for work in dist.batch_isend_irecv(posts):
+            work.wait()
+        for action in actions:
+            self.received(action)
+
+    def message(self, action: Action) -> tuple[Tensor, int]:
+        """What is sent, or a fresh tensor to receive into, and the global rank at the other end."""
+        index, grid = action.microbatch, self.grid
+        peer = grid.rank + (grid.dp if action.op in (Op.SEND_F, Op.RECV_B) else -grid.dp)
+        if action.op.sends:
+            tensor = self.outputs[index].detach() if action.op.forward else self.input_gradients.pop(index)
+            self.check(action, tensor)
+            return tensor.contiguous(), peer
+        tensor = torch.empty(self.shape(index), dtype=self.pipeline.dtype, device=grid.device)
+        (self.inputs if action.op.forward else self.output_gradients)[index] = tensor
+        return tensor, peer
+
+    def received(self, action: Action) -> None:
+        """Have the gradient of an activation that has come be kept."""
+        if action.op is Op.RECV_F:
+            self.inputs[action.microbatch].requires_grad_()
 
     def shape(self, index: int) -> tuple[int, ...]:
         """Shape of what crosses a stage boundary: this microbatch's, not an earlier one's."""
         return (*self.microbatches[index].tokens.shape, self.pipeline.width)
 
-    def buffer(self, index: int) -> Tensor:
-        """A fresh tensor to receive into."""
-        return torch.empty(self.shape(index), dtype=self.pipeline.dtype, device=self.grid.device)
-
-    def send(self, action: Action, tensor: Tensor, peer: int) -> None:
-        """Start to send to the global rank `peer`; one send in each direction is under way at most.
-
-        The tensor is held until its send is done. gloo fills a receive buffer of another shape or dtype in part or with
-        nonsense, without an error, so what is sent is checked against what the other side allocates.
+    def check(self, action: Action, tensor: Tensor) -> None:
+        """Raise where `tensor` is not what the other side allocates: gloo fills a receive buffer of another shape or
+        dtype in part or with nonsense, without an error.
         """
         expected = self.shape(action.microbatch)
         if tensor.shape != expected or tensor.dtype != self.pipeline.dtype:
             found = f"{tuple(tensor.shape)} {tensor.dtype}"
             raise RuntimeError(f"{action}: has {found} to send, the peer receives {expected} {self.pipeline.dtype}")
+
+    def send(self, action: Action, tensor: Tensor, peer: int) -> None:
+        """Start to send to the global rank `peer`; one send in each direction is under way at most.
+
+        The tensor is held until its send is done.
+        """
         self.finish_send(action.op)
-        tensor = tensor.contiguous()
         work = dist.isend(tensor, peer, group=self.grid.pp_group)
         assert work is not None
         self.sending[action.op] = work, tensor

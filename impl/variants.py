@@ -29,20 +29,6 @@ def reversed_sum(_reduce: Any) -> Any:
     return reduce
 
 
-def all_reduce(_reduce: Any) -> Any:
-    """Sum all gradients on every replica, then take what is asked for."""
-
-    def reduce(self: Any) -> None:
-        import torch.distributed as dist
-
-        grid = getattr(self, "replicas", self.grid)
-        if grid.dp > 1 and self.elements:
-            dist.all_reduce(self.gradients, group=grid.dp_group)
-            self.reduced.copy_(self.gradients[self.start : self.stop])
-
-    return reduce
-
-
 def reversed_parameters(build: Any) -> Any:
     """Lay out the flat buffers in reverse."""
 
