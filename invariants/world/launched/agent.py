@@ -21,7 +21,7 @@ import psutil  # type: ignore[import-untyped]
 from invariants.errors import InvariantsError, WorldError
 from invariants.world.launched.channel import Entrance
 from invariants.world.launched.launch import Launch
-from invariants.world.record import Reader
+from invariants.world.record import SIZE, Reader
 from invariants.world.server import Server
 from invariants.world.starter import Meeting
 from invariants.world.wire import FrameReader, send_frame
@@ -35,6 +35,8 @@ END_S = 10.0
 PIECE = 1 << 14
 """Bytes of a file that are sent on while the controller need not be reading; of what is read along, it acknowledges
 each piece, of a rank that has ended, this is the tail."""
+RECORD = 1 << 16
+"""Bytes that the packed record of such a rank may have."""
 TAIL = 1 << 20
 """Bytes of a file, at most, that are sent on after a call: its tail."""
 
@@ -165,7 +167,7 @@ class Agent:
     def _copy(self, process: _Process, *, moving: bool) -> bytes | None:
         """A rank's record; nothing if it was sent before, None if the rank goes on communicating."""
         path = process.folder / f"{self._rank}.record"
-        if not path.exists():
+        if _size(path) < SIZE:
             return None
         if process.record is None:
             process.record = Reader(path, self._rank)
@@ -208,7 +210,8 @@ class Agent:
             if process.pid in self._server.exits:
                 status = self._server.exits.pop(process.pid)
                 self._send_on(handle, PIECE)
-                self._tell("exit", handle, status, self._copy(process, moving=True) if status else b"")
+                record = (self._copy(process, moving=True) if status else None) or b""
+                self._tell("exit", handle, status, record if len(record) <= RECORD else b"")
                 if process.record is not None:
                     process.record.close()
                 shutil.rmtree(process.folder, ignore_errors=True)

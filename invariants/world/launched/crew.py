@@ -14,6 +14,7 @@ from invariants.world.launched.agent import END_S
 from invariants.world.launched.channel import LOST_S, Door
 from invariants.world.launched.launch import START_S, Launch
 from invariants.world.launched.members import Member
+from invariants.world.starter import ANSWER_S
 from invariants.world.wire import send_frame
 
 
@@ -76,12 +77,15 @@ class Crew:
                 self._hear(key.data)
         return bool(ready)
 
-    def ask(self, members: Iterable[Member], limit_s: float, question: str, *arguments: Any) -> dict[int, Any]:
-        """The answers, by rank, of those who give one in time."""
+    def ask(self, members: Iterable[Member], question: str, *arguments: Any) -> dict[int, Any]:
+        """The answers, by rank; who gives none in time is lost."""
         number, asked = next(self._questions), list(members)
         for member in asked:
             self.order(member, "ask", number, question, *arguments)
-        self.wait(lambda: all(member.answer[0] >= number or member.gone for member in asked), limit_s)
+        self.wait(lambda: all(member.answer[0] >= number or member.gone for member in asked), ANSWER_S)
+        for member in asked:
+            if member.answer[0] < number:
+                self.lose(member, f"it did not answer within {ANSWER_S:g} s")
         return {member.rank: member.answer[1] for member in asked if member.answer[0] == number}
 
     def order(self, member: Member, *order: Any) -> None:

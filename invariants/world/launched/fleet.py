@@ -21,9 +21,6 @@ from invariants.world.record import SIZE, WAITING
 from invariants.world.server import IMPORT_S
 from invariants.world.starter import ANSWER_S, Meeting, Starter
 
-SETTLE_S = 5.0
-"""How long agents may take to send on what ranks have written."""
-
 
 class Fleet(Starter):
     """Made by the launched process of rank 0. It numbers ranks itself: process ids of two machines may be the same."""
@@ -202,7 +199,7 @@ class Fleet(Starter):
 
     def _ask(self, pids: Iterable[int], question: str, *arguments: Any) -> dict[int, Any]:
         known = [process.member for pid in pids if (process := self._processes.get(pid)) is not None]
-        return self._crew.ask(known, SETTLE_S, question, *arguments)
+        return self._crew.ask(known, question, *arguments)
 
     def _raise_if_lost(self) -> None:
         __tracebackhide__ = True

@@ -247,6 +247,19 @@ def test_who_leaves_is_named_and_its_words_are_kept(fleet, agents, tmp_path):
     assert fleet.end(0) == 1
 
 
+def test_who_does_not_answer_is_lost(fleet, agents, monkeypatch):
+    monkeypatch.setattr(crew, "ANSWER_S", 0.2)
+    for rank in (1, 2):
+        agents.come(fleet, rank, 0)
+    thread, results = in_thread(fleet._crew.ask, fleet._crew.members.values(), "settle")
+    order, number, question = agents.orders(1)
+    assert (order, question) == ("ask", "settle")
+    send_frame(agents.socks[1], pickle.dumps(("answer", number, "all")))
+    thread.join(30)
+    assert results == [{1: "all"}]
+    assert fleet.lost == ["rank 2 is lost: it did not answer within 0.2 s (process 2, 127.0.0.1)"]
+
+
 def test_all_end_with_the_status_of_rank_0(fleet, agents):
     for rank in (1, 2):
         agents.come(fleet, rank, 0)
