@@ -6,7 +6,7 @@ import ast
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 
 import pytest
@@ -66,9 +66,10 @@ class Module:
         """Whether it is one of `modules` or inside one."""
         return Import(self.name, 0, lazy=False).of(*modules)
 
-    def imports(self) -> Iterator[Import]:
+    @cached_property
+    def imports(self) -> tuple[Import, ...]:
         """All imports that run: at module level or, lazily, in functions; not those for type checkers alone."""
-        yield from self._imports(self.tree, lazy=False)
+        return tuple(self._imports(self.tree, lazy=False))
 
     def _imports(self, node: ast.AST, lazy: bool) -> Iterator[Import]:
         for child in ast.iter_child_nodes(node):
@@ -128,7 +129,7 @@ def _loaded(sources: Sources, root: str) -> dict[str, str]:
     waiting = [root]
     while waiting:
         name = waiting.pop()
-        for each in [item for item in sources[name].imports() if not item.lazy] if name in sources else []:
+        for each in [item for item in sources[name].imports if not item.lazy] if name in sources else []:
             parts = each.name.split(".")
             for end in range(1, len(parts) + 1):
                 prefix = ".".join(parts[:end])
@@ -142,9 +143,7 @@ def pure_modules_are_free_of_torch(sources: Sources) -> Iterator[str]:
     """Cases, evidence, invariants and schedules can be read without torch."""
     for module in sources.values():
         if module.within(*PURE):
-            yield from (
-                f"{module.name}:{each.line} imports {each.name}" for each in module.imports() if each.of("torch")
-            )
+            yield from (f"{module.name}:{each.line} imports {each.name}" for each in module.imports if each.of("torch"))
             if by := _loaded(sources, module.name).get("torch"):
                 yield f"{module.name} loads torch through {by}"
 
@@ -152,7 +151,7 @@ def pure_modules_are_free_of_torch(sources: Sources) -> Iterator[str]:
 def catalog_reads_evidence_alone(sources: Sources) -> Iterator[str]:
     """Built-in invariants import the pure modules, the standard library and numpy: they spawn nothing."""
     for module in sources.values():
-        for each in module.imports() if module.within("invariants.catalog") else ():
+        for each in module.imports if module.within("invariants.catalog") else ():
             if not each.of(*CATALOG_MAY, *sys.stdlib_module_names):
                 yield f"{module.name}:{each.line} imports {each.name}"
 
@@ -168,7 +167,7 @@ def plugin_is_light(sources: Sources) -> Iterator[str]:
 def controller_is_free_of_torch(sources: Sources) -> Iterator[str]:
     """Only what runs on ranks imports torch when it is imported; the rest does so in functions, if at all."""
     for module in sources.values():
-        for each in module.imports() if module.within("invariants") and not module.within(*ON_RANKS) else ():
+        for each in module.imports if module.within("invariants") and not module.within(*ON_RANKS) else ():
             if each.of("torch") and not each.lazy:
                 yield f"{module.name}:{each.line} imports {each.name}"
 
@@ -176,7 +175,7 @@ def controller_is_free_of_torch(sources: Sources) -> Iterator[str]:
 def framework_does_not_know_impl(sources: Sources) -> Iterator[str]:
     """`impl` is one target among others."""
     for module in sources.values():
-        for each in module.imports() if module.within("invariants") else ():
+        for each in module.imports if module.within("invariants") else ():
             if each.of("impl"):
                 yield f"{module.name}:{each.line} imports {each.name}"
 
@@ -184,7 +183,7 @@ def framework_does_not_know_impl(sources: Sources) -> Iterator[str]:
 def impl_knows_schedules_alone(sources: Sources) -> Iterator[str]:
     """Of the framework, `impl` imports schedules; its adapter and its faults may import more."""
     for module in sources.values():
-        for each in module.imports() if module.within("impl") and not module.within(*KNOW_THE_FRAMEWORK) else ():
+        for each in module.imports if module.within("impl") and not module.within(*KNOW_THE_FRAMEWORK) else ():
             if each.of("invariants") and not each.of("invariants.schedule"):
                 yield f"{module.name}:{each.line} imports {each.name}"
 
@@ -192,7 +191,7 @@ def impl_knows_schedules_alone(sources: Sources) -> Iterator[str]:
 def faults_stay_outside(sources: Sources) -> Iterator[str]:
     """Nothing in `impl` imports planted faults; the adapter does when it is asked for them."""
     for module in sources.values():
-        for each in module.imports() if module.within("impl") and not module.within(*PLANTED) else ():
+        for each in module.imports if module.within("impl") and not module.within(*PLANTED) else ():
             if each.of(*PLANTED) and not (module.name == "impl.target" and each.lazy):
                 yield f"{module.name}:{each.line} imports {each.name}"
 
@@ -230,6 +229,7 @@ RULES: tuple[Rule, ...] = (
 )
 
 
+@cache
 def project() -> Sources:
     """Every module of the two packages."""
     modules = {}
