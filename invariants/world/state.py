@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import threading
@@ -24,7 +25,8 @@ class Baseline:
 
     Covered: seeds of random, numpy and torch, default dtype and device, gradient mode, autocast, anomaly detection,
     deterministic algorithms, matmul precision, number of threads, environment, working directory, warning filters,
-    `context.state`. Not covered: attributes that were set on modules; a test that patches one undoes it.
+    level and handlers of the root logger, `context.state`. Not covered: attributes that were set on modules; a test
+    that patches one undoes it.
     """
 
     def __init__(self, rank: int) -> None:
@@ -32,6 +34,7 @@ class Baseline:
         self._environ = dict(os.environ)
         self._cwd = Path.cwd()
         self._filters = list(warnings.filters)
+        self._logging = logging.root.level, list(logging.root.handlers)
         self._dtype = torch.get_default_dtype()
         self._seed()
 
@@ -43,6 +46,9 @@ class Baseline:
         os.chdir(self._cwd)
         if warnings.filters != self._filters:
             warnings.filters[:] = self._filters  # type: ignore[index]
+        level, logging.root.handlers[:] = self._logging
+        if logging.root.level != level:
+            logging.root.setLevel(level)
         torch.set_default_dtype(self._dtype)
         torch.set_default_device(None)
         torch.set_grad_enabled(True)

@@ -12,16 +12,6 @@ from invariants.errors import WorldError
 from invariants.world.pool import RankFailed
 
 
-class Unpicklable(Exception):
-    def __reduce__(self):
-        return 1 / 0
-
-
-class Unprintable(Exception):
-    def __str__(self):
-        return 1 / 0
-
-
 def barrier_unless(context, rank, fail):
     import torch.distributed as dist
 
@@ -107,9 +97,7 @@ def test_two_different_raises_are_both_told(world):
 
 DEATHS = {
     "SIGKILL": lambda: os.kill(os.getpid(), signal.SIGKILL),
-    "SIGABRT": os.abort,
     "SIGSEGV": lambda: os.kill(os.getpid(), signal.SIGSEGV),
-    "exit status 3": lambda: os._exit(3),
 }
 
 
@@ -131,25 +119,6 @@ def test_a_death_is_named_with_its_signal_and_last_lines(world, name):
     assert all(failure.consequence for failure in error.failures[1:])
 
 
-def test_a_death_after_the_answer_is_found_by_the_reset(worlds):
-    world = worlds(2)
-
-    def die_later(context):
-        import threading
-
-        if context.rank == 1:
-            threading.Timer(0.05, os._exit, (7,)).start()
-
-    world.run(die_later)
-    pid = world.pids[1]
-    deadline = time.monotonic() + 10
-    while os.path.exists(f"/proc/{pid}") and time.monotonic() < deadline:  # noqa: PTH110
-        time.sleep(0.01)
-    with pytest.raises(RankFailed, match="rank 1 died: exit status 7"):
-        world.reset()
-    assert world.run(healthy) == [0, 1]
-
-
 def test_sys_exit_is_a_raise_and_not_the_end_of_a_rank(world):
     error = failure_of(world, lambda context: sys.exit(4))
     assert {failure.type_name for failure in error.failures} == {"SystemExit"}
@@ -158,37 +127,6 @@ def test_sys_exit_is_a_raise_and_not_the_end_of_a_rank(world):
 def sleep_in_python(context):
     if context.rank == 1:
         time.sleep(10**6)
-
-
-def wait_in_gloo(context):
-    import torch
-    import torch.distributed as dist
-
-    if context.rank == 1:
-        dist.recv(torch.ones(1), 0)
-
-
-def hold_a_lock_twice(context):
-    import threading
-
-    lock = threading.Lock()
-    if context.rank == 1:
-        lock.acquire()
-        lock.acquire()
-
-
-@pytest.mark.parametrize("stall", [sleep_in_python, wait_in_gloo, hold_a_lock_twice])
-def test_a_stall_ends_at_the_deadline_with_the_stack(worlds, stall):
-    world = worlds(2)
-    world.run(healthy)
-    start = time.monotonic()
-    with pytest.raises(RankFailed) as caught:
-        world.run(stall, deadline_s=0.7)
-    assert 0.7 <= time.monotonic() - start < 6
-    (failure,) = caught.value.failures
-    assert (failure.rank, failure.kind, failure.message) == (1, "deadline", "was not done after 0.7 s")
-    assert f"in {stall.__name__}" in failure.text
-    assert world.run(healthy) == [0, 1]
 
 
 @pytest.mark.worlds(2, deadline=0.6)
@@ -215,9 +153,10 @@ def sleep_or_wait(context):
 def test_a_rank_that_waits_for_one_that_has_left_says_who_left(worlds):
     with pytest.raises(RankFailed) as caught:
         worlds(2).run(leave_or_wait, deadline_s=1.5)
-    headline = str(caught.value).splitlines()[0]
-    assert headline.startswith("rank 0 ")
-    assert headline.endswith("rank 1 had finished by then")
+    first, second, *_ = str(caught.value).splitlines()
+    assert first == "deadlock: nobody is left to do what is waited for"
+    assert second.startswith("  rank 0 waits in barrier over ranks 0, 1")
+    assert second.endswith("; rank 1 has finished without it")
 
 
 def test_a_rank_that_sleeps_is_named_before_the_one_that_waited_for_it(worlds):
@@ -225,14 +164,6 @@ def test_a_rank_that_sleeps_is_named_before_the_one_that_waited_for_it(worlds):
         worlds(2).run(sleep_or_wait, deadline_s=1.5)
     assert caught.value.failures[0].rank == 1
     assert "sleep" in caught.value.failures[0].text
-
-
-def test_the_backend_gives_up_before_the_deadline_and_names_the_operation(worlds):
-    world = worlds.fresh(2)
-    with pytest.raises(RankFailed, match=r"rank 1 raised RuntimeError: .*Timed out waiting") as caught:
-        world.run(wait_in_gloo, deadline_s=1.5)
-    assert "dist.recv(torch.ones(1), 0)" in caught.value.failures[0].text
-    world.close()
 
 
 def test_those_still_at_work_are_shown_with_their_stack(world):
@@ -251,16 +182,6 @@ def test_a_result_that_cannot_be_pickled_is_a_clear_error(world):
     origin = error.failures[0]
     assert origin.type_name == "TypeError"
     assert origin.message.startswith("result of type generator cannot be pickled: TypeError: cannot pickle 'generator'")
-
-
-@pytest.mark.parametrize("kind", [Unpicklable, Unprintable])
-def test_an_exception_that_can_be_neither_pickled_nor_printed_is_told(world, kind):
-    def fail(context):
-        raise kind("x")
-
-    error = failure_of(world, fail)
-    assert error.failures[0].type_name.endswith(kind.__name__)
-    assert "raise kind" in error.failures[0].text
 
 
 def test_an_argument_that_cannot_be_sent_keeps_the_world(world):
@@ -289,23 +210,6 @@ def test_failures_survive_pickling(world):
     again = pickle.loads(pickle.dumps(error))
     assert again.failures == error.failures
     assert str(again) == str(error)
-
-
-def test_given_on_one_of_several_ranks_is_refused(worlds):
-    from hypothesis import given
-    from hypothesis import strategies as st
-
-    def draw(context):
-        @given(st.integers())
-        def test(number):
-            assert isinstance(number, int)
-
-        test()
-        return context.rank
-
-    with pytest.raises(RankFailed, match="@given was entered on one of 2 ranks"):
-        worlds(2).run(draw)
-    assert worlds(1).run(draw) == [0]
 
 
 def test_what_a_rank_has_started_goes_with_it(world):

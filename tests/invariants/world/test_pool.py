@@ -2,12 +2,10 @@
 
 import math
 import os
-import random
 import threading
 import time
 from dataclasses import dataclass
-from itertools import pairwise, permutations
-from pathlib import Path
+from itertools import pairwise
 
 import psutil
 import pytest
@@ -109,18 +107,6 @@ def test_tensors_arrive_bit_for_bit_without_their_storage(world, dtype, shape, v
     assert not got.requires_grad
 
 
-def test_many_tensors_cost_no_descriptor_and_no_shared_memory(world):
-    import torch
-
-    def held():
-        return len(list(Path("/proc/self/fd").iterdir())), set(Path("/dev/shm").iterdir())
-
-    before = held()
-    results = world.run(lambda context: [torch.full((), float(index)) for index in range(2000)])
-    assert [each.item() for each in results[0]] == list(map(float, range(2000)))
-    assert held() == before
-
-
 def test_a_large_argument_and_result_pass(world):
     data = os.urandom(1 << 24)
     assert world.run(lambda context, bytes_: bytes_[::-1], data) == [data[::-1]] * 2
@@ -148,93 +134,6 @@ def test_state_lives_for_the_test_only(worlds):
     assert world.run(remember) == [[0, 0], [1, 1]]
     world.reset()
     assert world.run(remember) == [[0], [1]]
-
-
-def leave_dtype(context):
-    import torch
-
-    torch.set_default_dtype(torch.float64)
-
-
-def leave_seed(context):
-    import numpy
-    import torch
-
-    torch.manual_seed(99)
-    numpy.random.seed(99)
-    random.seed(99)
-
-
-def leave_threads(context):
-    import torch
-
-    torch.set_num_threads(3)
-
-
-def leave_environment(context):
-    os.environ.update(RANK="7", WORLD_SIZE="9", LEFT="behind")
-    os.chdir("/")
-
-
-def leave_modes(context):
-    import torch
-
-    torch.set_grad_enabled(False)
-    torch.set_default_device("meta")
-    torch.use_deterministic_algorithms(True)
-    torch.autograd.set_detect_anomaly(True)
-    torch.set_autocast_enabled("cpu", True)
-    torch.set_float32_matmul_precision("medium")
-
-
-def look(context):
-    """All that the functions above change."""
-    import numpy
-    import torch
-
-    return (
-        str(torch.get_default_dtype()),
-        torch.rand(2, device="cpu").tolist(),
-        numpy.random.random(),
-        random.random(),
-        torch.get_num_threads(),
-        dict(os.environ),
-        str(Path.cwd()),
-        torch.is_grad_enabled(),
-        str(torch.get_default_device()),
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_anomaly_enabled(),
-        torch.is_autocast_enabled("cpu"),
-        torch.get_float32_matmul_precision(),
-    )
-
-
-LEAVERS = (leave_dtype, leave_seed, leave_threads, leave_environment, leave_modes)
-
-
-@pytest.mark.parametrize("leave", LEAVERS, ids=lambda leave: leave.__name__)
-def test_what_one_leaves_behind_is_seen_without_a_reset_and_not_after(worlds, leave):
-    world = worlds(2)
-    world.reset()
-    clean = world.run(look)
-    world.reset()
-    world.run(leave)
-    assert world.run(look) != clean
-    world.reset()
-    assert world.run(look) == clean
-    assert world.run(lambda context: os.environ["RANK"]) == ["0", "1"]
-
-
-@given(order=st.sampled_from(list(permutations(LEAVERS, 3))))
-@settings(max_examples=10)
-def test_the_order_of_tests_does_not_matter(world, order):
-    seen = []
-    for leave in order:
-        world.run(leave)
-        world.reset()
-        seen.append(world.run(look))
-        world.reset()
-    assert seen == [seen[0]] * len(order)
 
 
 def test_processes_are_reused(worlds):
