@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -34,10 +35,15 @@ def never(context):
 """
 
 TESTS = """\
+import os
 import subject
 
 def test_ranks(world):
     assert world.run(subject.on_each_rank) == ["other", "one"]
+
+def test_processes(world):
+    with open("pids", "a") as file:
+        print(os.getppid(), os.getpid(), *world.run(lambda context: os.getpid()), file=file)
 
 def test_forked(world):
     assert world.run(subject.in_a_process_that_ends_at_once) == [6, 6]
@@ -45,15 +51,15 @@ def test_forked(world):
 
 
 @pytest.fixture(scope="module")
-def counted(tmp_path_factory):
-    """Line numbers and branches of SUBJECT that coverage saw, by name, after a run of TESTS."""
+def measured(tmp_path_factory):
+    """Of a run of TESTS: what coverage saw of SUBJECT; numbers of its processes; of those that wrote a file of data."""
     folder = tmp_path_factory.mktemp("coverage")
     (folder / "subject.py").write_text(SUBJECT)
     (folder / "test_subject.py").write_text(TESTS)
-    measured = 'source_dirs = ["invariants", "impl"]'
+    sources = 'source_dirs = ["invariants", "impl"]'
     settings = (ROOT / "pyproject.toml").read_text()
-    assert measured in settings
-    (folder / "pyproject.toml").write_text(settings.replace(measured, 'source_dirs = ["."]'))
+    assert sources in settings
+    (folder / "pyproject.toml").write_text(settings.replace(sources, 'source_dirs = ["."]'))
     environment = {
         **{key: value for key, value in os.environ.items() if not key.startswith(("COVERAGE", "PYTEST", "COV_"))},
         "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT), *sys.path]),
@@ -67,13 +73,29 @@ def counted(tmp_path_factory):
 
     plugins = ("-p", "invariants.plugin", "-p", "no:cacheprovider")
     coverage("run", "-m", "pytest", "-n", "2", "--dist=each", *plugins)
+    wrote = {int(part) for path in folder.glob(".coverage.*") for part in re.findall(r"\bpid(\d+)\b", path.name)}
     coverage("combine", "--quiet")
     report = folder / "report.json"
     coverage("json", "--fail-under=0", "-o", str(report))
-    return json.loads(report.read_text())["files"]["subject.py"]
+    pids = {int(number) for number in (folder / "pids").read_text().split()}
+    return json.loads(report.read_text())["files"]["subject.py"], pids, wrote
 
 
-def test_lines_of_ranks_and_of_what_they_fork_count(counted):
+@pytest.fixture
+def counted(measured):
+    """Line numbers and branches of SUBJECT that coverage saw, by name."""
+    return measured[0]
+
+
+def test_h26_every_worker_and_every_rank_writes_its_data(measured):
+    """https://github.com/pytorch/rl/pull/3972"""
+    _, pids, wrote = measured
+    assert len(pids) == 1 + 2 + 4  # the session, its workers, two ranks of each
+    assert pids <= wrote
+
+
+def test_h25_lines_of_ranks_and_of_what_they_fork_count(counted):
+    """https://github.com/coveragepy/coveragepy/issues/1050"""
     lines = {number + 1 for number, line in enumerate(SUBJECT.splitlines()) if line}
     missing = {SUBJECT.splitlines().index('    return "never"') + 1}
     assert set(counted["missing_lines"]) == missing
