@@ -6,7 +6,7 @@ backend enqueues, and gloo's threads, which free tensors, wait for that lock whi
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +16,7 @@ from invariants.communication import POINT_TO_POINT
 from invariants.world.calls import CALLS, described
 
 if TYPE_CHECKING:
-    from invariants.world.recorder import Recorder
+    from invariants.world.recorder import Identity, Recorder
 
 c10d = dist.distributed_c10d
 
@@ -71,8 +71,11 @@ for _name in set(vars(dist.Work)) - {"wait", "unbox", "_pybind11_conduit_v1_"}:
         setattr(Seen, _name, _forwarding(_name))
 
 
-def recorded_group(recorder: Recorder) -> Any:
-    """A subclass of torch's `ProcessGroup` that notes in `recorder` what its objects are asked to do."""
+def recorded_group(recorder: Recorder, identity: Callable[[str, Sequence[int]], Identity]) -> Any:
+    """A subclass of torch's `ProcessGroup` that notes in `recorder` what its objects are asked to do.
+
+    `identity` makes what the recorder wants to know of a group.
+    """
     base: Any = c10d.ProcessGroup
 
     class Meta(type(base)):  # type: ignore[misc]
@@ -89,8 +92,16 @@ def recorded_group(recorder: Recorder) -> Any:
             super().__init__(rank, size)
             self._store = store
 
+            self._identity: Identity | None = None
+
         def get_group_store(self) -> Any:
             return self._store
+
+        def identity(self) -> Identity:
+            # Asked for with each operation; torch gives a group its name and members after it is made.
+            if self._identity is None:
+                self._identity = identity(str(self.group_name), dist.get_process_group_ranks(self))
+            return self._identity
 
     for name in CALLS:
         if hasattr(base, name):
@@ -105,7 +116,7 @@ def _recorded(recorder: Recorder, name: str) -> Callable[..., Any]:
     def method(self: Any, *args: Any, **options: Any) -> Any:
         call = described(form, self, args, options)
         do = getattr(self._get_backend(torch.device(call.device)), form.backend)
-        number = recorder.post(kind, self.group_name, dist.get_process_group_ranks(self), call)
+        number = recorder.post(kind, self.identity(), call)
         recorder.note_backward(number)
         if kind == "monitored_barrier":  # waits by itself, and not for ever
             return do(*args, **options)

@@ -102,6 +102,10 @@ class Writer:
         self._counts[sequence] = turn = self._counts[sequence] + 1
         return sequence, turn
 
+    def counts(self) -> dict[tuple[Any, ...], int]:
+        """Operations by sequence."""
+        return {key: self._counts[sequence] for key, sequence in self._sequences.items()}
+
     def post(self, *entry: Any) -> int:
         """Append an entry, fields as in `ENTRY` without the number; its number."""
         number = self.words[POSTED]

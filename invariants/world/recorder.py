@@ -18,6 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -34,6 +35,20 @@ from invariants.world.record import DIMENSIONS, LOST, OTHERS, POSTED, RING, THRE
 c10d = dist.distributed_c10d
 _BATCH = "batch_isend_irecv"
 _TORCH = str(Path(torch.__file__).parent)
+
+
+@dataclass(frozen=True)
+class Identity:
+    """A group, as the record names it: torch's name and the global ranks of its members; `text` is both."""
+
+    name: str
+    members: tuple[int, ...]
+    text: str
+
+    @classmethod
+    def of(cls, name: str, members: Sequence[int]) -> Identity:
+        """From name and members."""
+        return cls(name, tuple(members), json.dumps((name, tuple(members))))
 
 
 class Recorder:
@@ -60,7 +75,7 @@ class Recorder:
 
     def install(self) -> None:
         """Have torch make its groups of the class that records; once, before the first group."""
-        c10d.ProcessGroup = recorded_group(self)  # type: ignore[misc]
+        c10d.ProcessGroup = recorded_group(self, Identity.of)  # type: ignore[misc]
         opened = c10d._new_group_with_tag
 
         def _new_group_with_tag(ranks: Sequence[int] | None = None, *args: Any, **options: Any) -> Any:
@@ -100,13 +115,14 @@ class Recorder:
     def sequences(self) -> tuple[dict[tuple[Any, ...], int], dict[str, tuple[int, ...]]] | None:
         """How many operations of each sequence there were, and the members of their groups; None if that is lost."""
         with self._lock:
-            state = self._reader.state()
-            if state is None or state.lost:
+            if self._writer.words[LOST]:
                 return None
-            return {key: count for key, count in state.counts.items() if key[2] != NEW_GROUP}, dict(self._members)
+            counts = {key: count for key, count in self._writer.counts().items() if key[2] != NEW_GROUP}
+            return counts, dict(self._members)
 
-    def post(self, kind: str, name: str, members: Sequence[int], call: Call) -> int:
-        """Note an operation of the group `name`; its number."""
+    def post(self, kind: str, group: Identity, call: Call) -> int:
+        """Note an operation of a group; its number."""
+        name, members = group.name, group.members
         device = call.device
         writer = self._writer
         source, batch = self._source()
@@ -116,7 +132,7 @@ class Recorder:
             else:
                 self._note_threads([threading.get_native_id()])
             if kind != NEW_GROUP:
-                self._members[name] = tuple(members)
+                self._members[name] = members
             rank = members[call.me] if call.me >= 0 else -1
             peer = members[call.peer] if call.peer >= 0 else -1
             turn, sequence = 0, -1
@@ -135,7 +151,7 @@ class Recorder:
                 writer.text(kind),
                 writer.text(call.dtype) if call.dtype else 0,
                 writer.text(call.reduction) if call.reduction else 0,
-                writer.text(json.dumps((name, tuple(members)))),
+                writer.text(group.text),
                 writer.text(self.label) if self.label else 0,
                 writer.text(source) if source else 0,
                 writer.text(json.dumps(call.splits)) if call.splits else 0,
@@ -214,10 +230,10 @@ class Recorder:
         if local and mine not in members:
             yield
             return
-        name = f"local {members}" if local else whole.group_name
-        self._members[name] = tuple(members if local else everyone)
+        group = Identity.of(f"local {members}" if local else str(whole.group_name), members)
+        self._members[group.name] = tuple(members if local else everyone)
         call = Call(me=members.index(mine) if mine in members else -1, device="store")
-        number = self.post(NEW_GROUP, name, members, call)
+        number = self.post(NEW_GROUP, group, call)
         if mine not in members:
             yield
             return
