@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import os
+import warnings
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -104,6 +105,7 @@ def worlds(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     """A factory of worlds: `worlds(4)` is warm and reused, `worlds.fresh(4)` has new processes."""
     from invariants.world.pool import WorldPool
 
+    _warn_of_outer_limit(request.config)
     more = request.config.stash[preload]
     config, workers_share = request.config, shared_folder(request.config, tmp_path_factory)
     fleet = fleet_of(config)
@@ -123,6 +125,21 @@ def worlds(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         config.stash[_pool] = pool
         yield Worlds(pool)
         del config.stash[_pool]
+
+
+def _warn_of_outer_limit(config: pytest.Config) -> None:
+    """pytest-timeout ends the whole process where it comes first, before anybody has said which rank is stuck."""
+    if not config.pluginmanager.hasplugin("timeout"):
+        return
+    outer_s, deadline_s = float(config.getoption("timeout", None) or 0), config.stash[_default_s]
+    outer_s = outer_s or float(config.getini("timeout") or 0)
+    if 0 < outer_s <= deadline_s:
+        warnings.warn(
+            f"the timeout of {outer_s:g} s comes before the deadline of worlds, {deadline_s:g} s, which would name the "
+            f"stuck rank: lower --world-deadline, or raise --timeout",
+            pytest.PytestConfigWarning,
+            stacklevel=1,
+        )
 
 
 @pytest.fixture(scope="session")

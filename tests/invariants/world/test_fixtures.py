@@ -124,6 +124,30 @@ def test_a_deadline_of_a_day_is_refused_in_the_marker_too(pytester):
     result.stdout.fnmatch_lines(["*@pytest.mark.worlds: deadline=86400: expected a number of seconds above 0 and*"])
 
 
+LIKE_PYTEST_TIMEOUT = """
+pytest_plugins = ["invariants.plugin"]
+
+def pytest_addoption(parser):
+    parser.addoption("--timeout", type=float)
+    parser.addini("timeout", "seconds")
+
+def pytest_configure(config):
+    config.pluginmanager.register(object(), "timeout")
+"""
+
+
+@pytest.mark.parametrize("timeout", [["--timeout=20"], ["-o", "timeout=30"], ["--timeout=31"], []])
+def test_h24_a_timeout_that_comes_before_the_deadline_is_told_of(pytester, timeout):
+    """https://github.com/Arize-ai/phoenix/pull/15794"""
+    pytester.makeconftest(LIKE_PYTEST_TIMEOUT)
+    pytester.makepyfile("def test_it(worlds): pass")
+    result = pytester.runpytest_inprocess("-p", "no:cacheprovider", *timeout)
+    result.assert_outcomes(passed=1, warnings=int(timeout not in ([], ["--timeout=31"])))
+    if timeout == ["--timeout=20"]:
+        line = "*the timeout of 20 s comes before the deadline of worlds, 30 s, *: lower --world-deadline, or raise*"
+        result.stdout.fnmatch_lines([line])
+
+
 def test_a_failed_rank_is_shown_below_the_line_of_the_test(pytester):
     pytester.makepyfile(
         """
