@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -34,6 +34,8 @@ class Pipeline:
         self.grid = grid
         self.width = width
         self.dtype = dtype
+        self.announce: Callable[[str], None] = lambda _: None
+        """Told each cell before it is carried out, and "" at the end: what is sent meanwhile belongs to it."""
 
     def run(self, microbatches: Sequence[Microbatch], count: int) -> Tensor:
         """Forward and backward of one global batch's share; adds to the parameters' gradients.
@@ -63,6 +65,7 @@ class Execution:
     def run(self) -> Tensor:
         """Carry out the row; returns the loss."""
         for cell in self.pipeline.row:
+            self.pipeline.announce(str(cell))
             if isinstance(cell, Batch):
                 self.together(cell.actions)
             elif isinstance(cell, Overlap):
@@ -77,6 +80,7 @@ class Execution:
                 self.communicate(cell)
         for op in tuple(self.sending):
             self.finish_send(op)
+        self.pipeline.announce("")
         return self.loss
 
     def forward(self, index: int) -> None:
