@@ -91,7 +91,6 @@ def recorded_group(recorder: Recorder, identity: Callable[[str, Sequence[int]], 
             # The only constructor that pybind11 has for a subclass; the store is asked for by Python alone.
             super().__init__(rank, size)
             self._store = store
-
             self._identity: Identity | None = None
 
         def get_group_store(self) -> Any:
