@@ -115,12 +115,13 @@ def costs(text: str) -> Costs:
     fields: dict[str, object] = {}
     for part in text.split(",") if text else ():
         key, equals, value = part.strip().partition("=")
-        if key == "overlap" and value in ("yes", "no"):
-            fields["overlap"] = value == "yes"
-        elif key in _PRICES and equals and _PRICES[key] not in fields:
-            fields[_PRICES[key]] = _numbers(part.strip(), value, several=key not in _ONE_NUMBER)
-        elif key in _PRICES and equals:
+        field = "overlap" if key == "overlap" and value in ("yes", "no") else _PRICES.get(key)
+        if field in fields:
             raise UsageError(f"--cost {part.strip()}: {key} is given twice")
+        if field == "overlap":
+            fields[field] = value == "yes"
+        elif field and equals:
+            fields[field] = _numbers(part.strip(), value, several=key not in _ONE_NUMBER)
         else:
             raise UsageError(
                 f"--cost {part.strip()!r}: expected KEY=NUMBER or, one a stage, KEY=NUMBER:NUMBER:..., with KEY one of "

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from invariants.commands.schedule_sources import Source
     from invariants.schedule.timeline import Timeline
 
+_READABLE: Final = 10**15
+"""Whole numbers below it are written out."""
 RANKS: Final = 24
 """Most ranks in a table; of more, each k-th and the last."""
 WEIGHTS: Final = (
@@ -194,8 +196,8 @@ def verdicts(judged: Sequence[Judged]) -> list[dict[str, Any]]:
 
 
 def number(value: Fraction | float) -> str:
-    """A number: exact where it is whole, else with six digits."""
-    return str(int(value)) if value == int(value) else f"{float(value):.6g}"
+    """A number: exact where it is whole and can be read, else with six digits."""
+    return str(int(value)) if value == int(value) and -_READABLE < value < _READABLE else f"{float(value):.6g}"
 
 
 def share(value: Fraction | float) -> str:

@@ -24,7 +24,7 @@ class Computations(NamedTuple):
     whether a cell begins here, `bits` for the microbatch, and the stage. A program as one stream of memory is what
     makes a loop over a thousand ranks fast. `offsets` [R+1] (int64): rank r's are those from `offsets[r]` up to
     `offsets[r+1]`. `home` [S] (int32): the rank of each stage, -1 where it computes nothing. `counts` [4, S] (int64):
-    how often each operation occurs, by its code.
+    how often each operation occurs, by its code. `alone`: whether no cell is compound, and so each begins a cell.
     """
 
     code: NDArray[Any]
@@ -32,6 +32,7 @@ class Computations(NamedTuple):
     offsets: NDArray[np.int64]
     home: NDArray[np.int32]
     counts: NDArray[np.int64]
+    alone: bool
 
 
 def check_grid(stages: int, microbatches: int, actions: int) -> None:
@@ -65,7 +66,7 @@ def pack(schedule: Schedule) -> Computations:
         rank, place = schedule.place(wrong)
         where = f"rank {rank}, action {place} computes on stage {stage}, microbatch {microbatch}"
         raise UsageError(f"schedule: {where}: expected 0 or more of both")
-    return Computations(code[: offsets[-1]], bits, offsets, home, counts)
+    return Computations(code[: offsets[-1]], bits, offsets, home, counts, not schedule.joint.any())
 
 
 @loop

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 _NAMED: Final = 3
 """So many stages or links are named; a pipeline of a thousand ranks passes through all of them once."""
 _ROUNDING: Final = 1e-9
+_READABLE: Final = 10**15
+"""Whole numbers below it are written out."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -172,4 +174,4 @@ def _name(kind: str, on: tuple[int, ...]) -> str:
 
 
 def _number(time: Fraction) -> str:
-    return str(time) if time.denominator == 1 else f"{float(time):.6g}"
+    return str(time) if time.denominator == 1 and time < _READABLE else f"{float(time):.6g}"

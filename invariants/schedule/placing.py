@@ -23,7 +23,8 @@ def placed(table: Schedule, sends: NDArray[np.uint8], receives: NDArray[np.uint8
     given = table.starts, table.op, table.stage, table.microbatch, sends, receives, table.placement, table.makers, rule
     size = _place(*given, lengths, op, stage, microbatch)
     lowered = Schedule.of_arrays(lengths, op[:size], stage[:size], microbatch[:size], joint[:size])
-    lowered.__dict__["placement"] = table.placement  # which messages do not change
+    # Known from the computation, which is a third of it.
+    lowered.__dict__.update(placement=table.placement, communicates=size > len(table))
     return lowered
 
 

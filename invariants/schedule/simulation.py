@@ -39,7 +39,7 @@ def run(work: Computations, times: Ticks, hold: bool) -> Trace:
     rows = np.array([[0, gradient + 1, gradient, gradient + 1], [0, 1, gradient, 1], [1, gradient, 0, gradient]])
     prices = times.took, times.pair, times.link, times.transfer, times.latency
     program = Program(*work[:4], rows << work.bits, *prices, len(times.links), hold)
-    if available() and not times.links and bool((work.code & 4).all()):
+    if available() and work.alone and not times.links:
         given = work.code.view(f"u{work.code.itemsize}"), *work[1:4], (rows << work.bits).astype(np.uint64), times.took
         _run_plain(*given, end, made.ravel(), trace.begin, trace.busy, trace.stopped)
     elif available():

@@ -444,6 +444,25 @@ def test_scaled_costs_are_a_part_of_each_time(forward, weight):
     )
 
 
+@pytest.mark.parametrize("text", ["F=1,F=2", "overlap=no,overlap=yes", "F=1,overlap=yes,overlap=yes"])
+def test_what_is_given_twice_is_a_mistake(text):
+    with pytest.raises(UsageError, match="is given twice"):
+        costs(text)
+
+
+def test_nothing_between_commas_is_a_mistake():
+    with pytest.raises(UsageError, match="expected KEY=NUMBER"):
+        costs("F=1,")
+
+
+def test_costs_beyond_64_bits_are_rounded_and_can_be_read(command):
+    status, out, err = command("1f1b", "--pp", 2, "-m", 1, "--cost", "F=1e99,I=1,W=2", "--transport", "blocking")
+    assert (status, err) == (0, "")
+    assert "makespan 2e+99" in out
+    assert cells(out, "bubble")[0] == "holds"
+    assert "0" * 16 not in out
+
+
 def test_overlap_is_a_word():
     assert costs("overlap=no") == Costs(overlap=False)
     assert costs("overlap=yes") == Costs()
