@@ -75,6 +75,13 @@ class Job:
         folders = [path for name in ("worlds-*", "launched-*", "invariants-*") for path in self.folder.rglob(name)]
         return self.processes(), folders
 
+    def is_gone_soon(self):
+        """Of a process that was killed, nobody waits for what it had started."""
+        end = time.monotonic() + BOUND_S
+        while self.left_behind() != ([], []):
+            assert time.monotonic() < end, self.left_behind()
+            time.sleep(0.1)
+
     def processes(self):
         """All that the job has started and that lives."""
         return [process for process in psutil.process_iter() if self._marked(process)]
@@ -374,6 +381,16 @@ def test_a_lost_process_is_named_and_ends_the_job_on_every_host(job, hosts, what
     assert job.left_behind() == ([], [])
 
 
+def test_a_lost_controller_ends_the_job_on_every_host(job, hosts):
+    (job.folder / "test_step.py").write_text(STEP)
+    torchrun(job, hosts, "test_step.py")
+    job.until(lambda: all((job.folder / f"rank{rank}").exists() for rank in range(2)), START_S)
+    launched_pytest(job, 0).kill()
+    assert job.wait(BOUND_S) == [1, 1]
+    assert "rank 1: rank 0, the way to it or this process's launcher is lost" in job.text("1")
+    job.is_gone_soon()
+
+
 def test_srun_with_a_launcher_that_is_killed(job, hosts):
     """Each process has a parent of its own, as under slurmstepd; that of rank 1 is killed."""
     (job.folder / "test_step.py").write_text(STEP)
@@ -393,8 +410,5 @@ def test_srun_with_a_launcher_that_is_killed(job, hosts):
     assert job.wait(BOUND_S) == [1, -signal.SIGKILL]
     assert "invariants: 2 processes of srun; rank 0 runs the tests" in job.text("0")
     assert "rank 1 died: its launcher has ended (process " in job.text("0")
-    end = time.monotonic() + BOUND_S
-    while job.left_behind() != ([], []):  # nobody waits for a process without its parent
-        assert time.monotonic() < end, job.left_behind()
-        time.sleep(0.1)
+    job.is_gone_soon()
     assert "rank 1: rank 0, the way to it or this process's launcher is lost" in job.text("1")
