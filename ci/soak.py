@@ -220,11 +220,10 @@ def main(arguments: Sequence[str]) -> int:
     console = Console()
     console.print(table)
     mib, descriptors = tally.growth()
-    console.print(
-        f"named wrong: {len(tally.wrong)}; growth: {mib:+.1f} MiB, {descriptors:+d} descriptors; left: {rest}"
-    )
+    growth = f"{mib:+.1f} MiB, {descriptors:+d} descriptors"
+    console.print(f"named wrong: {len(tally.wrong)}; growth: {growth}; left: {rest or 'nothing'}", soft_wrap=True)
     for each in tally.wrong:
-        console.print(each, markup=False, highlight=False)
+        console.print(each, markup=False, highlight=False, soft_wrap=True)
     return int(bool(tally.wrong or rest or mib > GROWTH_MIB or descriptors > 0))
 
 
