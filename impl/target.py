@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from invariants.errors import Refused
 from invariants.target import Fault, Held, Kind, Moment, Promises, StepResult, Window
+from invariants.traffic import Traffic
 
 if TYPE_CHECKING:
     import torch
@@ -162,7 +163,12 @@ class ImplTarget:
 
     name = "impl"
     preload = ("impl.trainer", "impl.checkpoint")
-    promises = Promises(layout="flat", resume="bitwise", generators=("torch", "python"))
+    promises = Promises(
+        layout="flat",
+        resume="bitwise",
+        generators=("torch", "python"),
+        traffic=Traffic(gradients="reduce-scatter", parameters="gathered"),
+    )
 
     def cases(self) -> SearchStrategy[Case]:
         """Every grid of up to 4 ranks, both schedules, both precisions, all three optimizers."""
@@ -177,7 +183,13 @@ class ImplTarget:
         from impl.trainer import Trainer
 
         config = configuration(case)
-        return Adapter(Trainer(config, _grid(config, case, rank)))
+        trainer = Trainer(config, _grid(config, case, rank))
+
+        def announce(cell: str) -> None:
+            rank.recorder.label = cell
+
+        trainer.pipeline.announce = announce
+        return Adapter(trainer)
 
     def reference(self, case: Case, rank: RankContext) -> Reference:
         """The same training on one process, in the precision of `case`."""

@@ -30,6 +30,7 @@ from invariants.target import (
     Trainer,
     Window,
 )
+from invariants.traffic import Traffic
 
 __all__ = [
     "MISSING",
@@ -60,6 +61,7 @@ __all__ = [
     "StepResult",
     "Target",
     "Topology",
+    "Traffic",
     "Trainer",
     "UsageError",
     "Verdict",

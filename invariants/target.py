@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 from invariants.errors import UsageError
+from invariants.traffic import Traffic
 
 if TYPE_CHECKING:
     import torch
@@ -110,7 +111,8 @@ class Promises:
     computation only is turned into sends and receives, by the name that `invariants.schedule.lowering` gives it;
     None where the schedule contains them already, or nobody knows. `generators`: whose random states a checkpoint gives
     back to each rank. `state_tensors`: tensors of optimizer state for each parameter, counters aside; None where they
-    are those of torch's optimizer of the case's kind with its defaults (2 for adam and adamw, 0 for sgd).
+    are those of torch's optimizer of the case's kind with its defaults (2 for adam and adamw, 0 for sgd). `traffic`:
+    what a step communicates; None where that is not promised.
     """
 
     def __post_init__(self) -> None:
@@ -138,6 +140,7 @@ class Promises:
     lowering: str | None = None
     generators: tuple[Literal["torch", "python", "numpy"], ...] = ("torch",)
     state_tensors: int | None = None
+    traffic: Traffic | None = None
 
 
 class Trainer(Protocol):

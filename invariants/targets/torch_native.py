@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from invariants.errors import UsageError
 from invariants.target import Promises
+from invariants.traffic import Traffic
 
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
@@ -27,12 +28,17 @@ class TorchTarget:
     """`ScheduleGPipe` and `Schedule1F1B`, DDP, ZeRO over Adam and DCP, put together as their documentation says.
 
     Optimizer state is whole on the rank that `ZeroRedundancyOptimizer` assigns a parameter to. A resumed run agrees
-    within the tolerance: DDP rebuilds its buckets after the first backward, and with them the order of additions.
+    within the tolerance: DDP rebuilds its buckets after the first backward, and with them the order of additions. DDP
+    sums all gradients on all replicas, after each batch of a window, and ZeRO then broadcasts what each rank updated.
     """
 
     name = "torch"
     preload = ("invariants.targets.torch_trainer",)
-    promises = Promises(layout="whole-parameter", resume="tolerance")
+    promises = Promises(
+        layout="whole-parameter",
+        resume="tolerance",
+        traffic=Traffic(gradients="all-reduce", parameters="gathered", summed="batch"),
+    )
 
     def cases(self) -> SearchStrategy[Case]:
         """Both schedules, untied heads; shapes given to `PipelineStage`, or, in one case of four, left to it."""
