@@ -64,7 +64,7 @@ class World:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Process ids in rank order; empty before the first call and after a failure."""
+        """Process ids by rank, under a launcher numbers instead; empty before the first call and after a failure."""
         return tuple(rank.pid for rank in self._ranks)
 
     def run(self, function: Callable[..., Any], *args: Any, deadline_s: float | None = None) -> list[Any]:
