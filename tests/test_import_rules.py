@@ -18,15 +18,20 @@ PURE = (
     "invariants.invariant",
     "invariants.evidence",
     "invariants.communication",
+    "invariants.contract",
+    "invariants.traffic",
     "invariants.case",
     "invariants.errors",
     "invariants.schedule",
 )
 CATALOG_MAY = (*PURE, "invariants.catalog", "numpy")
-ON_RANKS = ("invariants.probes", "invariants.targets", "invariants.world.rank", "invariants.world.state")
+ON_RANKS = (
+    *("invariants.probes", "invariants.targets", "invariants.world.rank", "invariants.world.state"),
+    *("invariants.world.recorder", "invariants.world.groups", "invariants.world.calls", "invariants.world.buffers"),
+)
 PLANTED = (
     *("impl.faults", "impl.misplaced", "impl.miscommunicated", "impl.plants", "impl.variants"),
-    *("impl.conditions", "impl.planting"),
+    *("impl.conditions", "impl.crossed", "impl.planting"),
 )
 KNOW_THE_FRAMEWORK = ("impl.target", *PLANTED)
 UNPICKLES_FILES = (
