@@ -137,6 +137,9 @@ def _parts(tensor: torch.Tensor, rows: Sequence[int], members: int) -> tuple[int
 
 
 def _own_device(form: Form, group: Any) -> str:
-    """Where an operation without tensors takes place: a barrier of a group with GPUs reduces on one of them."""
-    types = [device.type for device in group._device_types]
-    return next((name for name in types if name != "cpu"), "cpu") if form.kind == "barrier" else "cpu"
+    """Where an operation without tensors takes place: a barrier of a group with NCCL reduces on a GPU."""
+    if form.kind == "barrier":
+        for device in group._device_types:
+            if group._get_backend(device).name() != "gloo":
+                return str(device.type)
+    return "cpu"

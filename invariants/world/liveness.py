@@ -65,6 +65,18 @@ def _blockers(
                 yield peer
         elif operation.kind == NEW_GROUP and peer not in unknown and opening(operation) not in counts:
             yield peer  # it has opened another group in the place of this one
+        elif peer not in unknown and _differ(operation, states[peer].waiting):
+            yield peer
+
+
+def _differ(operation: Operation, other: Operation | None) -> bool:
+    """Whether two collectives that wait in the same place of their group are not the same, and so do not meet.
+
+    Kinds that tensors alone tell apart, as `all_gather` and `all_gather_into_tensor`, may.
+    """
+    if other is None or (operation.sequence, operation.turn) != (other.sequence, other.turn):
+        return False
+    return operation.kind.split("_")[:2] != other.kind.split("_")[:2]
 
 
 def _unclear(state: State, states: Mapping[int, State]) -> bool:

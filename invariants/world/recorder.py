@@ -68,7 +68,7 @@ class Recorder:
         self._foreign: dict[str, bool] = {}
         self._members: dict[str, tuple[int, ...]] = {}
         self._opened: Counter[str] = Counter()
-        self._batch: FrameType | None = None
+        self._batch = (0, 0)
         self._batches = 0
         self._backward = -1
         self._last_of_backward = 0
@@ -276,12 +276,19 @@ class Recorder:
                     self._sources[key] = f"{_short(code.co_filename)}:{frame.f_lineno}"
                 return self._sources[key], batch
             if code.co_name == _BATCH:
-                if self._batch is not frame:
-                    self._batch = frame
-                    self._batches += 1
-                batch = self._batches
+                batch = self._batch_of(frame)
             frame = frame.f_back
         return "", batch
+
+    def _batch_of(self, frame: FrameType) -> int:
+        """The number of the batch that a call of `batch_isend_irecv` posts the next operation of."""
+        # Not by the frame itself: it would keep alive all that its callers hold. The next one may have its identity.
+        known, left = self._batch
+        if known != id(frame) or not left:
+            left = len(frame.f_locals[frame.f_code.co_varnames[0]])
+            self._batches += 1
+        self._batch = id(frame), left - 1
+        return self._batches
 
 
 def _runs(thread: int) -> bool:

@@ -112,6 +112,23 @@ def test_a_collective_against_a_message(worlds):
     assert re.search(rf"recv of float32\[3\] from rank 0, {HERE}", stuck[1])
 
 
+def two_collectives(context):
+    import torch
+    import torch.distributed as dist
+
+    if context.rank == 0:
+        dist.all_reduce(torch.ones(3))
+    else:
+        dist.barrier()
+
+
+def test_two_collectives_in_the_same_place(worlds):
+    line, stuck = deadlock_of(worlds(2), two_collectives)
+    assert line == "deadlock: ranks 0 -> 1 -> 0 wait for each other"
+    assert re.match(r"rank 0 waits in all_reduce of float32\[3\], .*; rank 1 has not joined", stuck[0])
+    assert re.match(r"rank 1 waits in barrier over ranks 0, 1, .*; rank 0 has not joined", stuck[1])
+
+
 def two_messages_of_another_order(context):
     import torch
     import torch.distributed as dist

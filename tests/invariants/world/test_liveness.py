@@ -84,11 +84,31 @@ def test_a_finished_rank_is_not_stuck_itself():
 
 def test_groups_have_sequences_of_their_own():
     half, whole = operation(0, "barrier", group="5", members=(0, 1)), operation(1, "barrier", members=range(3))
-    third = operation(2, "all_reduce", members=range(3))
+    third = operation(2, "barrier", members=range(3))
     found = stuck([half, whole, third])
     assert {rank: each.blockers for rank, each in found.items()} == {0: (1,), 1: (0,), 2: (0,)}
     assert cycle(found) == (0, 1)
     assert list(sentences(found, NOBODY))[1] == "rank 1 waits in barrier over ranks 0, 1, 2; rank 0 has not joined"
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "meet"),
+    [
+        ("all_reduce", "barrier", False),
+        ("all_reduce", "all_gather", False),
+        ("reduce", "reduce_scatter", False),
+        ("all_gather", "all_gather_into_tensor", True),
+        ("all_reduce", "all_reduce_coalesced", True),
+        ("broadcast", "broadcast", True),
+    ],
+)
+def test_another_collective_in_the_same_place_is_never_met(one, other, meet):
+    waits = [operation(0, one, members=range(3)), operation(1, other, members=range(3)), None]
+    joined = {2: {waits[0].sequence: 1}}
+    found = stuck(waits, joined)
+    assert {rank: each.blockers for rank, each in found.items()} == ({} if meet else {0: (1,), 1: (0,)})
+    assert stuck([waits[0], replace(waits[1], turn=2), None], joined) == {}
+    assert stuck(waits, joined, busy=[0, 1]) == {}
 
 
 def test_another_device_is_another_sequence():
@@ -117,7 +137,7 @@ def test_what_is_lost_of_a_record_may_be_anything(done):
     assert set(stuck(half, lost=[2], done=[0])) == {1}
 
 
-def test_a_receive_from_any_source_accuses_nobody():
+def test_a_receive_from_anything_accuses_nobody():
     assert stuck([operation(0, ANY_SOURCE), operation(1, "barrier")]) == {}
     # It may have taken the message that the second receive would need, or not.
     waits = [operation(0, RECV, peer=1, turn=2), operation(1, "barrier")]
@@ -161,7 +181,8 @@ def test_a_ring_is_told_from_the_smallest_rank_though_others_hang_on_it():
 
 
 # Random programs. Each step of a rank's thread is one of:
-#   ("send" | "recv", peer, tag), ("recv_anysource", tag), ("barrier", group), ("new_group", members): it waits
+#   ("send" | "recv", peer, tag), ("recv_anysource", tag), ("barrier" | "all_reduce", group), ("new_group", members):
+#   it waits
 #   ("post", step): the same without waiting; ("wait", n): for the n-th of those that it has posted so
 #   ("work",): it communicates nothing
 
@@ -229,10 +250,10 @@ class Simulator:
     def post(self, rank, kind, *details):
         self.turns[rank] += 1
         everyone = tuple(range(self.size))
-        if kind == "barrier":
+        if kind in ("barrier", "all_reduce"):
             name = WHOLE if details[0] == 0 else f"group {details[0]}"
-            found = self.noted(operation(rank, "barrier", members=self.groups[details[0]], group=name))
-            self.meet_all(self.joined.setdefault((name, found.operation.turn), []), found)
+            found = self.noted(operation(rank, kind, members=self.groups[details[0]], group=name))
+            self.meet_all(self.joined.setdefault((name, kind, found.operation.turn), []), found)
         elif kind == NEW_GROUP:
             found = self.noted(operation(rank, NEW_GROUP, members=details[0], device="store"))
             self.counts[rank][opening(found.operation)] += 1
@@ -298,7 +319,7 @@ class Simulator:
 
 
 @st.composite
-def steps(draw, rank, groups, any_source):
+def steps(draw, rank, groups, anything):
     size = len(groups[0])
     peers = st.sampled_from([peer for peer in range(size) if peer != rank])
     own = [index for index, members in enumerate(groups) if rank in members]
@@ -309,8 +330,9 @@ def steps(draw, rank, groups, any_source):
         st.tuples(st.just(RECV), peers, tags),
         st.tuples(st.just("barrier"), st.sampled_from(own)),
     ]
-    if any_source:
+    if anything:
         communicating.append(st.tuples(st.just(ANY_SOURCE), tags))
+        communicating.append(st.tuples(st.just("all_reduce"), st.sampled_from(own)))
     step = st.one_of(communicating)
     others = [st.tuples(st.just("post"), step), st.tuples(st.just("wait"), st.integers(0, 2)), st.just(("work",))]
     return draw(st.lists(st.one_of(step, *others, st.tuples(st.just(NEW_GROUP), subsets)), max_size=6))
@@ -347,7 +369,7 @@ def right(draw, groups):
 
 
 @st.composite
-def worlds_of_programs(draw, any_source=False, wrong=True):
+def worlds_of_programs(draw, anything=False, wrong=True):
     """A simulator, where `wrong` with programs that may be anything, or nearly right."""
     size = draw(st.integers(2, 4))
     subset = st.sets(st.integers(0, size - 1), min_size=1).map(lambda ranks: tuple(sorted(ranks)))
@@ -365,18 +387,18 @@ def worlds_of_programs(draw, any_source=False, wrong=True):
                 else:
                     del program[place]
     else:
-        programs = [draw(steps(rank, groups, any_source)) for rank in range(size)]
+        programs = [draw(steps(rank, groups, anything)) for rank in range(size)]
     seconds = {}
     if draw(st.booleans()):
         rank = draw(st.integers(0, size - 1))
-        seconds[rank] = draw(steps(rank, groups, any_source))
+        seconds[rank] = draw(steps(rank, groups, anything))
     return Simulator(programs, groups, seconds)
 
 
 @settings(max_examples=300)
-@given(simulator=worlds_of_programs(any_source=True), seed=st.integers(0, 2**32))
+@given(simulator=worlds_of_programs(anything=True), seed=st.integers(0, 2**32))
 def test_who_is_accused_never_goes_on(simulator, seed):
-    """At any moment of any run, with receives from any source and second threads too."""
+    """At any moment of any run, with receives from any source, collectives that do not match and second threads too."""
     accused = {}
 
     def look():
@@ -460,7 +482,7 @@ def watch_of(simulator, choose, folder):
 
 
 @settings(max_examples=300)
-@given(simulator=worlds_of_programs(any_source=True), seed=st.integers(0, 2**32))
+@given(simulator=worlds_of_programs(anything=True), seed=st.integers(0, 2**32))
 def test_two_looks_at_a_world_that_goes_on_meanwhile_accuse_only_who_waits_for_ever(simulator, seed, tmp_path_factory):
     choose = random.Random(seed)
     watch = watch_of(simulator, choose, tmp_path_factory.getbasetemp())
