@@ -24,6 +24,7 @@ from impl.conditions import (
     tied_over_stages,
     uneven,
 )
+from impl.crossed import CROSSED
 from impl.planting import fault, harmless
 from invariants.target import Fault
 
@@ -254,5 +255,6 @@ FAULTS: Mapping[str, Fault] = {
         served_by(variants.counts),
         {"config.estimated_costs": lambda _costs: variants.counts},
     ),
+    **CROSSED,
 }
 """By name: what is wrong, or harmless."""

@@ -1,10 +1,13 @@
 """The built-in invariants, one file a promise."""
 
+from invariants.catalog.buffers_stable import buffers_stable
 from invariants.catalog.checkpoint_identical import checkpoint_identical
 from invariants.catalog.checkpoint_resume import checkpoint_resume
+from invariants.catalog.collectives_agree import collectives_agree
 from invariants.catalog.gradients_reference import gradients_reference
 from invariants.catalog.loss_finite import loss_finite
 from invariants.catalog.optimizer_sharded import optimizer_sharded
+from invariants.catalog.p2p_paired import p2p_paired
 from invariants.catalog.parameters_reference import parameters_reference
 from invariants.catalog.replicas_agree import replicas_agree
 from invariants.catalog.schedule_activations import schedule_activations
@@ -22,6 +25,9 @@ BUILT_IN: tuple[Invariant, ...] = (
     schedule_activations,
     schedule_deadlock_free,
     schedule_balanced,
+    collectives_agree,
+    p2p_paired,
+    buffers_stable,
     loss_finite,
     replicas_agree,
     gradients_reference,

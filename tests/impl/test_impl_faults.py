@@ -22,6 +22,8 @@ CASE = Case(
     seed=3,
 )
 SEEN_ELSEWHERE = {"graphs-kept-in-step", "graphs-kept-over-steps", "split-by-parameters", "stages-by-number-of-layers"}
+SEEN_ELSEWHERE |= {"received-into-longer-buffer", "received-into-integers", "activations-sent-again"}
+SEEN_ELSEWHERE |= {"send-buffer-overwritten"}
 
 
 def observe(context, case, folder, name, mode):
