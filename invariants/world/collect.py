@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from invariants.communication import Operation
+from invariants.contract import disagreements, unpaired
 from invariants.world import liveness
 from invariants.world.failure import RankFailure
 from invariants.world.starter import Starter
@@ -28,6 +29,10 @@ LAST = 10
 """Operations of each rank that a failure shows, each once where it repeats itself."""
 SHOWN = 500
 """Operations that are looked at for that."""
+COMPARED = 2000
+"""Operations of each rank that are held against those of the others."""
+MISMATCHES = 3
+"""Places where ranks disagree that a failure shows."""
 TAIL = 4000
 """Bytes of a dead rank's standard error that a failure shows."""
 
@@ -59,6 +64,7 @@ class Collection:
 
     def __init__(self, ranks: Sequence[Rank], server: Starter, folder: Path, limit_s: float) -> None:
         self.failures: list[RankFailure] = []
+        self.mismatches: tuple[str, ...] = ()
         self._ranks = ranks
         self._server = server
         self._folder = folder
@@ -109,8 +115,10 @@ class Collection:
         self._dump_unfinished()
         self._server.refresh(self._pids, moving=True)
         watch = self._watching()
+        records = {rank.number: watch.operations(rank.number, COMPARED) for rank in self._ranks}
+        self.mismatches = _mismatches(records)
         self.failures = [
-            replace(failure, operations=_last(watch.operations(failure.rank, SHOWN))) for failure in self.failures
+            replace(failure, operations=_last(records[failure.rank][-SHOWN:])) for failure in self.failures
         ]
         return None
 
@@ -209,6 +217,12 @@ def _last(operations: list[Operation]) -> tuple[str, ...]:
     """The last of them, equal neighbours together."""
     runs = [(len(list(same)), text) for text, same in itertools.groupby(map(str, operations))]
     return tuple(f"{times} x {text}" if times > 1 else text for times, text in runs[-LAST:])
+
+
+def _mismatches(records: dict[int, list[Operation]]) -> tuple[str, ...]:
+    """Where the ranks disagree for certain: on what both sides have posted."""
+    found = itertools.chain(disagreements(records, ended=False), unpaired(records, ended=False))
+    return tuple(map(str, itertools.islice(found, MISMATCHES)))
 
 
 def _text(file: Path) -> str:

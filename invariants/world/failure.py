@@ -70,16 +70,18 @@ class RankFailure:
 class RankFailed(WorldError):
     """A call on a world failed; `failures` has the origin first. The world's processes are gone.
 
-    `outputs` is what the `blamed` ranks had printed, as far as it is at hand.
+    `outputs` is what the `blamed` ranks had printed, as far as it is at hand. `mismatches` tells, a line each, where
+    operations that both sides had posted do not fit each other: gloo, which does not look, may have died of that.
     """
 
-    def __init__(self, size: int, failures: Iterable[RankFailure]) -> None:
+    def __init__(self, size: int, failures: Iterable[RankFailure], mismatches: Iterable[str] = ()) -> None:
         # Stable: within a class, the order of arrival.
         self.failures = tuple(sorted(failures, key=_order))
         if self.failures[0].consequence:
             # Nobody failed of itself: who is still at work has kept the others waiting until their backend gave up.
             self.failures = tuple(sorted(self.failures, key=lambda failure: failure.kind != "stopped"))
         self.size = size
+        self.mismatches = tuple(mismatches)
         self.outputs: tuple[Output, ...] = ()
         super().__init__(str(self))
 
@@ -90,7 +92,11 @@ class RankFailed(WorldError):
 
     def __str__(self) -> str:
         first, *others = self.failures
-        parts = [*self._deadlock(), f"{first.headline} (world of {self.size}){self._finished(first)}", _body(first)]
+        headline = f"{first.headline} (world of {self.size}){self._finished(first)}"
+        disagree = [f"the ranks disagree: {mismatch}" for mismatch in self.mismatches]
+        deadlock = self._deadlock()
+        parts = [*deadlock, *disagree, "", headline] if deadlock else [headline, *disagree]
+        parts.append(_body(first))
         for other in others:
             label = "then" if other.consequence else "and"
             parts += ["", f"{label}: {other.headline}", _body(other)]
@@ -103,7 +109,7 @@ class RankFailed(WorldError):
             return []
         ring = next((failure.type_name for failure in stuck if failure.type_name), "")
         how = f"ranks {ring} wait for each other" if ring else "nobody is left to do what is waited for"
-        return [f"deadlock: {how}", *(f"  {failure.headline}" for failure in stuck), ""]
+        return [f"deadlock: {how}", *(f"  {failure.headline}" for failure in stuck)]
 
     def _finished(self, first: RankFailure) -> str:
         """Who had left, where a rank waited for what nobody sent."""
@@ -112,8 +118,8 @@ class RankFailed(WorldError):
             return ""
         return f"; {'rank' if len(gone) == 1 else 'ranks'} {', '.join(map(str, gone))} had finished by then"
 
-    def __reduce__(self) -> tuple[type[RankFailed], tuple[int, tuple[RankFailure, ...]]]:
-        return RankFailed, (self.size, self.failures)
+    def __reduce__(self) -> tuple[type[RankFailed], tuple[int, tuple[RankFailure, ...], tuple[str, ...]]]:
+        return RankFailed, (self.size, self.failures, self.mismatches)
 
 
 def _body(failure: RankFailure) -> str:

@@ -174,7 +174,7 @@ class World:
 
     def _failed(self, collection: Collection) -> RankFailed:
         """What is known of a failure, once the world is gone."""
-        failure = RankFailed(self.size, collection.failures)
+        failure = RankFailed(self.size, collection.failures, collection.mismatches)
         failure.outputs = self._listener.outputs(failure.blamed)
         notices = self._listener.take()
         self._end(kill=collection.unfinished)
