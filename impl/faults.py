@@ -21,6 +21,7 @@ from impl.conditions import (
     several_ranks,
     several_replicas,
     several_stages,
+    single_precision,
     tied_over_stages,
     uneven,
 )
@@ -153,6 +154,30 @@ FAULTS: Mapping[str, Fault] = {
         several_replicas,
         {"zero1.FlatGroup.reduce": plants.own_gradient_only},
     ),
+    # communication
+    "all-reduce-then-slice": fault(
+        "https://github.com/karpathy/llm.c/pull/421 (all-reduces gradients of which a rank needs one shard)",
+        several_replicas,
+        {"zero1.FlatGroup.reduce": miscommunicated.all_reduce},
+    ),
+    "reduced-at-every-microbatch": fault(
+        "https://github.com/NVIDIA-NeMo/Automodel/pull/2370 (no `no_sync`: a reduction for each microbatch)",
+        all_of(several_replicas, several_microbatches),
+        {
+            "trainer.Trainer.__init__": miscommunicated.reduced_at_every_microbatch,
+            "pipeline.Execution.backward": miscommunicated.then_reduced,
+        },
+    ),
+    "sent-in-double": fault(
+        "https://github.com/EleutherAI/gpt-neox/pull/330 (messages go in a wider dtype than what they carry)",
+        all_of(several_stages, single_precision),
+        {"pipeline.Execution.communicate": miscommunicated.in_double},
+    ),
+    "pairs-posted-one-by-one": fault(
+        "https://github.com/NVIDIA/nccl/issues/479 (both send, then receive: stuck unless posted as one)",
+        all_of(one_forward_one_backward, several_stages, several_microbatches),
+        {"schedule.LOWERING": variants.lowered("batched"), "pipeline.Execution.together": miscommunicated.one_by_one},
+    ),
     # updates and shards
     "shards-written-to-wrong-place": fault(
         "https://github.com/deepspeedai/DeepSpeed/pull/2058 (wrong partition when copying back)",
@@ -218,9 +243,6 @@ FAULTS: Mapping[str, Fault] = {
         "addition in another order is as exact",
         several_replicas,
         {"zero1.FlatGroup.reduce": variants.reversed_sum},
-    ),
-    "all-reduce-then-slice": harmless(
-        "another way to the same sums", several_replicas, {"zero1.FlatGroup.reduce": miscommunicated.all_reduce}
     ),
     "parameters-in-reverse-order": harmless(
         "a flat buffer may hold its parameters in any order",

@@ -27,6 +27,8 @@ STANDS_FOR = {
     "collectives.agree": ("impl", "metrics-in-another-order"),
     "p2p.paired": ("impl", "received-into-integers"),
     "buffers.stable": ("impl", "send-buffer-overwritten"),
+    "p2p.portable": ("impl", "pairs-posted-one-by-one"),
+    "traffic.volume": ("impl", "reduced-at-every-microbatch"),
     "loss.finite": ("impl", "nan-on-last-rank"),
     "replicas.agree": ("torch", "stale-shards"),
     "gradients.reference": ("impl", "divided-by-microbatches-again"),

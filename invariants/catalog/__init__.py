@@ -8,6 +8,7 @@ from invariants.catalog.gradients_reference import gradients_reference
 from invariants.catalog.loss_finite import loss_finite
 from invariants.catalog.optimizer_sharded import optimizer_sharded
 from invariants.catalog.p2p_paired import p2p_paired
+from invariants.catalog.p2p_portable import p2p_portable
 from invariants.catalog.parameters_reference import parameters_reference
 from invariants.catalog.replicas_agree import replicas_agree
 from invariants.catalog.schedule_activations import schedule_activations
@@ -16,6 +17,7 @@ from invariants.catalog.schedule_bubble import schedule_bubble
 from invariants.catalog.schedule_complete import schedule_complete
 from invariants.catalog.schedule_deadlock_free import schedule_deadlock_free
 from invariants.catalog.schedule_ordered import schedule_ordered
+from invariants.catalog.traffic_volume import traffic_volume
 from invariants.invariant import Invariant
 
 BUILT_IN: tuple[Invariant, ...] = (
@@ -28,6 +30,8 @@ BUILT_IN: tuple[Invariant, ...] = (
     collectives_agree,
     p2p_paired,
     buffers_stable,
+    p2p_portable,
+    traffic_volume,
     loss_finite,
     replicas_agree,
     gradients_reference,

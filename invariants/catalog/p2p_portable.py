@@ -5,10 +5,11 @@ gloo goes on after each post, so a run on it shows nothing of what NCCL's stream
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 
 from invariants.catalog.recorded import something
-from invariants.catalog.replay import replay
+from invariants.catalog.replay import Replay, replay
 from invariants.communication import ANY_SOURCE, Operation
 from invariants.evidence import Evidence, Posted, Section
 from invariants.invariant import Violation, invariant
@@ -26,22 +27,30 @@ def p2p_portable(evidence: Evidence) -> Iterator[Violation]:
     for resumed in sorted({posted.resumed for posted in recorded}):
         run = [posted for posted in recorded if posted.resumed is resumed]
         yield from _unknown_senders(run)
-        for transport, pairs in TRANSPORTS.items():
-            yield from _replayed(run, transport, pairs)
+        operations = [each for posted in run for each in posted.operations if each.kind != ANY_SOURCE]
+        outcomes = {transport: replay(operations, pairs=pairs) for transport, pairs in TRANSPORTS.items()}
+        yield from _stuck(run, outcomes)
+        yield from _swapped(run, outcomes)
 
 
-def _replayed(run: Sequence[Posted], transport: str, pairs: bool) -> Iterator[Violation]:
-    operations = [operation for posted in run for operation in posted.operations]
-    outcome = replay((each for each in operations if each.kind != ANY_SOURCE), pairs=pairs)
-    if outcome.waits:
-        first = outcome.waits[0][0]
-        said = "; ".join(sentence for _, sentence in outcome.waits)
-        yield Violation(transport, "termination", said, rank=first.rank, step=_step(run, first))
-    for send, receive in outcome.swapped[:1]:
-        observed = f"it goes to rank {receive.rank}'s {receive}"
-        more = f" (and {len(outcome.swapped) - 1} more)" if len(outcome.swapped) > 1 else ""
-        what = f"{transport}: {send}{more}"
-        yield Violation(what, f"a receive with tag {send.tag}", observed, rank=send.rank, step=_step(run, send))
+def _stuck(run: Sequence[Posted], outcomes: Mapping[str, Replay]) -> Iterator[Violation]:
+    """Once for what is stuck in the same way on both."""
+    told: dict[str, list[str]] = defaultdict(list)
+    for transport, outcome in outcomes.items():
+        told[str(outcome)].append(transport)
+    for said, transports in told.items():
+        if (first := outcomes[transports[0]].stuck) is not None:
+            what = f"on {' and '.join(transports)}"
+            yield Violation(what, "all operations get through", said, rank=first.rank, step=_step(run, first))
+
+
+def _swapped(run: Sequence[Posted], outcomes: Mapping[str, Replay]) -> Iterator[Violation]:
+    for transport, outcome in outcomes.items():
+        for send, receive in outcome.swapped[:1]:
+            more = f" (and {len(outcome.swapped) - 1} more)" if len(outcome.swapped) > 1 else ""
+            observed = f"rank {receive.rank}'s {receive}"
+            expected = f"it goes to a receive with tag {send.tag}"
+            yield Violation(f"on {transport}, {send}{more}", expected, observed, rank=send.rank, step=_step(run, send))
 
 
 def _unknown_senders(run: Sequence[Posted]) -> Iterator[Violation]:

@@ -23,13 +23,34 @@ Key = tuple[object, ...]
 
 @dataclass(frozen=True)
 class Replay:
-    """How it ends: the operations that wait for each other, each with why; none where all of them get through.
+    """How it ends: all operations get through, where nothing is `stuck`.
 
-    `swapped`: sends, each with the receive that takes its message though it has another tag.
+    `cycle`: operations that wait, each with the one of another rank that it waits for, which comes after the next that
+    waits; after the first, for the last. `lost`: one that meets none. `swapped`: sends, each with the receive that
+    takes its message though it has another tag.
     """
 
-    waits: tuple[tuple[Operation, str], ...]
+    cycle: tuple[tuple[Operation, Operation], ...]
+    lost: Operation | None
     swapped: tuple[tuple[Operation, Operation], ...]
+
+    @property
+    def stuck(self) -> Operation | None:
+        """An operation that waits for ever."""
+        return self.cycle[0][0] if self.cycle else self.lost
+
+    def __str__(self) -> str:
+        """The waits in words."""
+        if self.lost is not None:
+            return f"{_said(self.lost)} meets nothing: {_missing(self.lost)}"
+        if not self.cycle:
+            return "all operations get through"
+        waiting, wanted = zip(*((_said(operation), _said(partner)) for operation, partner in self.cycle), strict=True)
+        behind = (*waiting[1:], "the first")
+        waits = "; that waits for ".join(
+            f"{each}, which comes after {first}" for each, first in zip(wanted, behind, strict=True)
+        )
+        return f"{waiting[0]} waits for {waits}"
 
 
 def replay(operations: Iterable[Operation], *, pairs: bool) -> Replay:
@@ -41,7 +62,7 @@ def replay(operations: Iterable[Operation], *, pairs: bool) -> Replay:
     posted = [operation for operation in operations if operation.kind != NEW_GROUP]
     slots = _slots(sorted(posted, key=lambda operation: (operation.rank, operation.number)), pairs)
     rest = run(slots.network())
-    return Replay(tuple(_Waits(slots, rest).cycle()), tuple(slots.swapped()))
+    return Replay(*_Waits(slots, rest).ends(), tuple(slots.swapped()))
 
 
 @dataclass
@@ -134,26 +155,16 @@ class _Waits:
     def __init__(self, slots: _Slots, rest: Rest) -> None:
         self.slots, self.state = slots, rest.state
 
-    def cycle(self) -> list[tuple[Operation, str]]:
-        """From the first slot that is not done, until one repeats or meets nobody."""
-        stuck = np.flatnonzero(self.state < DONE)
-        if not len(stuck):
-            return []
-        path: dict[int, tuple[Operation, str]] = {}
-        slot = self._holding(int(stuck[0]))
-        while slot not in path:
-            operation, partner = self.slots.operations[slot], self.slots.beside[slot]
-            if partner == NOBODY:
-                path[slot] = operation, f"{_said(operation)} meets nothing: {_missing(operation)}"
-                return list(path.values())[-1:]
-            other, ahead = self.slots.operations[partner], self._holding(partner)
-            sentence = f"{_said(operation)} waits for {_said(other)}"
-            path[slot] = (
-                operation,
-                f"{sentence}, which cannot start before {_said(self.slots.operations[ahead])} is done",
-            )
-            slot = ahead
-        return list(path.values())[list(path).index(slot) :]
+    def ends(self) -> tuple[tuple[tuple[Operation, Operation], ...], Operation | None]:
+        """From the first slot that is not done, until one repeats or meets nobody: the cycle, or who is lost."""
+        operations, beside = self.slots.operations, self.slots.beside
+        path = [self._holding(int(slot)) for slot in np.flatnonzero(self.state < DONE)[:1]]
+        while path and path[-1] not in path[:-1]:
+            if beside[path[-1]] == NOBODY:
+                return (), operations[path[-1]]
+            path.append(self._holding(beside[path[-1]]))
+        cycle = path[path.index(path[-1]) : -1] if path else []
+        return tuple((operations[slot], operations[beside[slot]]) for slot in cycle), None
 
     def _holding(self, slot: int) -> int:
         """The slot that has started, waits for its partner, and keeps `slot` from its start; or `slot` itself."""

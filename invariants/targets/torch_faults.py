@@ -55,6 +55,34 @@ def _moments_lost() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def _synced_every_microbatch() -> Iterator[None]:
+    """Each backward lets DDP reduce what has accumulated, as if there were no `no_sync`."""
+    from torch.distributed.pipelining import PipelineStage
+
+    original: Callable[..., object] = PipelineStage.backward_maybe_with_nosync
+
+    def synced(self: object, *arguments: object, **_: object) -> object:
+        return original(self, *arguments, last_backward=True)
+
+    with mock.patch.object(PipelineStage, "backward_maybe_with_nosync", synced):
+        yield
+
+
+@contextmanager
+def _pairs_one_by_one() -> Iterator[None]:
+    """What is posted as a batch, since neighbours may both send first, is posted one by one."""
+    import torch.distributed as dist
+    from torch.distributed.pipelining import schedules
+
+    def post(posts: Any, **_: object) -> Any:
+        names = [(each, "group_dst" if each.op is dist.isend else "group_src") for each in posts]
+        return [each.op(each.tensor, group=each.group, **{name: each.group_peer}) for each, name in names]
+
+    with mock.patch.object(schedules, "_batch_p2p", post):
+        yield
+
+
 def _forced(import_class: Callable[[], type], **forced: object) -> Callable[[], AbstractContextManager[object]]:
     """A patch under which the class is always made with these keyword arguments."""
 
@@ -116,6 +144,16 @@ FAULTS: Mapping[str, Fault] = {
         "https://github.com/pytorch/pytorch/issues/126881",
         _moments_lost,
         applies=lambda case: case.save_after is not None and case.optimizer.kind != "sgd",
+    ),
+    "synced-every-microbatch": Fault(
+        "https://github.com/NVIDIA-NeMo/Automodel/pull/2370",
+        _synced_every_microbatch,
+        applies=lambda case: _replicated(case) and case.microbatches > 1,
+    ),
+    "pairs-one-by-one": Fault(
+        "https://github.com/NVIDIA/nccl/issues/479",
+        _pairs_one_by_one,
+        applies=lambda case: case.schedule == "1f1b" and case.topology.size("pp") > 1,
     ),
     "many-buckets": Fault(
         "where DDP cuts its buckets changes no sum of two gradients, and of more their order only",
