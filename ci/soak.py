@@ -204,7 +204,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--worlds", type=int, default=500)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--deadline", type=float, default=2.0, help="seconds that one world has")
+    parser.add_argument("--deadline", type=float, default=3.0, help="seconds that one world has")
     given = parser.parse_args(arguments)
     before = set(Path("/dev/shm").iterdir())
     with tempfile.TemporaryDirectory(prefix="soak-") as name:

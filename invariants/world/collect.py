@@ -120,6 +120,9 @@ class Collection:
         self.failures = [
             replace(failure, operations=_last(records[failure.rank][-SHOWN:])) for failure in self.failures
         ]
+        # Who does not communicate keeps those waiting that do.
+        waiting = {number for number, operations in records.items() if operations and not operations[-1].completed}
+        self.failures.sort(key=lambda failure: failure.kind in ("deadline", "stopped") and failure.rank in waiting)
         return None
 
     def _watching(self) -> liveness.Watch:
