@@ -53,9 +53,12 @@ def _steps(evidence: Evidence) -> Iterator[tuple[bool, int, list[Operation]]]:
     for posted in evidence.communication or ():
         if posted.inside:
             steps[posted.resumed, posted.step] += posted.operations
-            recorded.add((posted.rank, posted.step))
+            recorded.add((posted.resumed, posted.rank, posted.step))
     case = evidence.case
-    demand("rank and step", ranks_and_steps(case.topology.world_size, 1, len(case.windows)), recorded)
+    for resumed in {False, *(resumed for resumed, _ in steps)}:
+        first = 1 + (case.save_after or 0) if resumed else 1
+        wanted = ranks_and_steps(case.topology.world_size, first, len(case.windows))
+        demand("after a load, rank, step:", ((resumed, *each) for each in wanted), recorded)
     for (resumed, step), operations in sorted(steps.items(), key=lambda each: each[0]):
         yield resumed, step, operations
 

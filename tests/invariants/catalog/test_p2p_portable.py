@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from invariants.case import Case, Topology
+from invariants.case import Case, Save, Step, Topology
 from invariants.catalog.p2p_portable import p2p_portable
 from invariants.catalog.replay import replay
 from invariants.communication import ANY_SOURCE, NEW_GROUP, POINT_TO_POINT, RECV, SEND, Operation
@@ -70,7 +70,7 @@ class Rank:
 
 def judged(*ranks):
     rows = tuple(Posted(rank.rank, 1, True, False, tuple(rank.posted)) for rank in ranks)
-    case = Case(topology=Topology.of(pp=len(ranks)))
+    case = Case(topology=Topology.of(pp=len(ranks)), history=(Step(),))
     return p2p_portable.judge(Evidence("literal", case, Promises(), communication=rows))
 
 
@@ -204,10 +204,12 @@ def test_a_collective_of_three_waits_for_the_last_of_them():
 
 
 def test_groups_of_one_and_groups_that_are_opened_hold_nobody_up():
-    alone = Rank(0, 1)
-    alone.post(NEW_GROUP)
-    alone.wait(alone.post("all_reduce"))
-    assert judged(alone).status == "holds"
+    first, second = pair()
+    first.post(NEW_GROUP)
+    first.wait(first.post("all_reduce", group="own", members=(0,)))
+    first.send(1)
+    second.recv(0)
+    assert judged(first, second).status == "holds"
 
 
 def test_tags_are_unknown_to_nccl():
@@ -235,16 +237,25 @@ def test_each_run_is_replayed_by_itself():
     first, second = pair()
     first.send(1)
     second.recv(0)
-    rows = [Posted(rank.rank, 1, True, resumed, tuple(rank.posted)) for rank in (first, second) for resumed in (0, 1)]
-    whole = Evidence("literal", Case(), Promises(), communication=tuple(rows))
+    case = Case(topology=Topology.of(pp=2), history=(Step(), Save(), Step()))
+    rows = tuple(
+        Posted(rank.rank, step, True, resumed, tuple(rank.posted) if step == 2 else ())
+        for rank in (first, second)
+        for resumed, step in ((False, 1), (False, 2), (True, 2))
+    )
+    whole = Evidence("literal", case, Promises(), communication=rows)
     assert p2p_portable.judge(whole).status == "holds"
-    assert p2p_portable.judge(replace(whole, communication=tuple(rows[:3]))).status == "violated"
+    silent = replace(whole, communication=(*rows[:5], replace(rows[5], operations=())))
+    (violation,) = p2p_portable.judge(silent).violations
+    assert violation.what == "on nccl-lazy and nccl-eager, after a load"
+    assert p2p_portable.judge(replace(whole, communication=rows[:5])).status == "unknown"
 
 
-def test_what_was_not_recorded_is_unknown():
-    evidence = Evidence("literal", Case(), Promises(), communication=())
+def test_what_was_not_recorded_is_unknown_and_one_rank_has_nothing_to_say():
+    evidence = Evidence("literal", Case(topology=Topology.of(pp=2)), Promises(), communication=())
     assert p2p_portable.judge(evidence).status == "unknown"
     assert p2p_portable.judge(replace(evidence, communication=None)).status == "unknown"
+    assert judged(Rank(0, 1)).status == "not applicable"
 
 
 def operations_of(schedule):
