@@ -28,6 +28,7 @@ CATALOG_MAY = (*PURE, "invariants.catalog", "numpy")
 ON_RANKS = (
     *("invariants.probes", "invariants.targets", "invariants.world.rank", "invariants.world.state"),
     *("invariants.world.recorder", "invariants.world.groups", "invariants.world.calls", "invariants.world.buffers"),
+    "invariants.world.callers",
 )
 PLANTED = (
     *("impl.faults", "impl.misplaced", "impl.miscommunicated", "impl.plants", "impl.variants"),
