@@ -200,7 +200,7 @@ def test_a_failure_comes_before_the_warning_that_is_an_error(world):
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
 def test_records_are_logged_here_under_this_levels(world, caplog):
     world.run(notice)
-    assert caplog.record_tuples == [("my.library", logging.ERROR, f"[rank {rank}] slow") for rank in (0, 1)]
+    assert sorted(caplog.record_tuples) == [("my.library", logging.ERROR, f"[rank {rank}] slow") for rank in (0, 1)]
     assert "KeyError: 'lost'" in caplog.text
     caplog.clear()
     with caplog.at_level(logging.INFO, logger="my.library"):
@@ -242,7 +242,7 @@ def test_the_told_command_attaches_a_debugger(tmp_path, capfd):
         pool.get(1).run(lambda context: None)
         call = threading.Thread(target=lambda: results.append(pool.get(1).run(stop_there)))
         call.start()
-        told, end = "", time.monotonic() + 30
+        told, end = "", time.monotonic() + 120
         while "python -m" not in told:
             assert time.monotonic() < end
             time.sleep(0.02)
