@@ -24,6 +24,7 @@ CASE = Case(
 SEEN_ELSEWHERE = {"graphs-kept-in-step", "graphs-kept-over-steps", "split-by-parameters", "stages-by-number-of-layers"}
 SEEN_ELSEWHERE |= {"received-into-longer-buffer", "received-into-integers", "activations-sent-again"}
 SEEN_ELSEWHERE |= {"send-buffer-overwritten"}
+SEEN_ELSEWHERE |= {"all-reduce-then-slice", "reduced-at-every-microbatch", "sent-in-double"}
 
 
 def observe(context, case, folder, name, mode):
