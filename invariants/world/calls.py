@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -12,11 +14,9 @@ import torch.distributed as dist
 from invariants.communication import ANY_SOURCE, RECV, SEND
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """The part of `invariants.communication.Operation` that a call tells. Ranks are those inside the group."""
 
-    me: int
     peer: int = -1
     tag: int = 0
     dtype: str = ""
@@ -81,38 +81,56 @@ for _newer, _older in {
 
 def described(form: Form, group: Any, args: Sequence[Any], options: dict[str, Any]) -> Call:
     """What a call on `group` asks for."""
-    tensors = [] if form.tensors is None else _flat(args[form.tensors])
-    rest = (*args, *options.values())
-    peer, tag = -1, 0
-    if form.kind == ANY_SOURCE:
-        tag = int(args[1])
-    elif form.kind in (SEND, RECV):
+    kind = form.kind
+    if kind in (SEND, RECV) and len(args[0]) == 1:
+        tensor, peer, tag = args[0][0], args[1], args[2]
+        device = "cpu" if tensor.is_cpu else tensor.device.type
+        return _message(peer, tag, tensor.dtype, tensor.shape, device)
+    rest = (*args, *options.values()) if options else args
+    peer, tag, reduction = -1, 0, ""
+    splits: tuple[tuple[int, ...], ...] = ()
+    if kind in (SEND, RECV):
         peer, tag = int(args[1]), int(args[2])
+    elif kind == ANY_SOURCE:
+        tag = int(args[1])
     elif form.rooted:
         peer = next((int(getattr(each, "rootRank", each)) for each in rest if _gives_root(each)), -1)
-    splits = tuple(sizes for place in form.splits if (sizes := tuple(each.numel() for each in _flat(args[place]))))
-    if form.kind == "all_to_all_single":
+    if form.reduces:
+        reduction = _reduction(rest)
+    if form.splits:
+        splits = tuple(sizes for place in form.splits if (sizes := tuple(each.numel() for each in _flat(args[place]))))
+    elif kind == "all_to_all_single":
         splits = (_parts(args[1], args[3], group.size()), _parts(args[0], args[2], group.size()))
-    first = tensors[0] if tensors else None
-    return Call(
-        me=group.rank(),
-        peer=peer,
-        tag=tag,
-        dtype="" if first is None else str(first.dtype).removeprefix("torch."),
-        shape=() if first is None else tuple(first.shape),
-        tensors=len(tensors),
-        bytes=sum(tensor.numel() * tensor.element_size() for tensor in tensors),
-        reduction=_reduction(rest) if form.reduces else "",
-        splits=splits,
-        device=_own_device(form, group) if first is None else first.device.type,
-    )
+    tensors = () if form.tensors is None else _flat(args[form.tensors])
+    if not tensors:
+        return Call(peer, tag, "", (), 0, 0, reduction, splits, _own_device(form, group))
+    first = tensors[0]
+    size = first.numel() * first.element_size()
+    if len(tensors) > 1:
+        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    device = "cpu" if first.is_cpu else first.device.type
+    dtype, shape = _named(first.dtype), tuple(first.shape)
+    return Call(peer, tag, dtype, shape, len(tensors), size, reduction, splits, device)
 
 
-def _flat(value: Any) -> list[torch.Tensor]:
+def _flat(value: Any) -> Sequence[torch.Tensor]:
     """The tensors in a tensor, a list, or a list of lists."""
     if isinstance(value, torch.Tensor):
-        return [value]
-    return [tensor for part in value for tensor in _flat(part)]
+        return (value,)
+    if value and isinstance(value[0], torch.Tensor):
+        return list(value)
+    return [tensor for part in value for tensor in part]
+
+
+@functools.lru_cache(4096)
+def _message(peer: int, tag: int, dtype: torch.dtype, shape: tuple[int, ...], device: str) -> Call:
+    size = math.prod(shape) * dtype.itemsize
+    return Call(peer, tag, _named(dtype), tuple(shape), 1, size, device=device)
+
+
+@functools.cache
+def _named(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _gives_root(value: object) -> bool:
@@ -120,12 +138,17 @@ def _gives_root(value: object) -> bool:
 
 
 def _reduction(args: Sequence[Any]) -> str:
-    for value in args:
+    for value in reversed(args):  # options come last
         value = getattr(value, "reduceOp", value)
         value = getattr(value, "op", value)
         if isinstance(value, dist.ReduceOp.RedOpType):
-            return str(value.name).lower()
+            return _lower(value)
     return "sum"
+
+
+@functools.cache
+def _lower(reduction: Any) -> str:
+    return str(reduction.name).lower()
 
 
 def _parts(tensor: torch.Tensor, rows: Sequence[int], members: int) -> tuple[int, ...]:

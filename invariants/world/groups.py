@@ -33,8 +33,13 @@ class Seen(dist.Work):
         if timeout:
             result = bool(self.inner.wait(timeout))
         else:
-            with self._recorder.waiting(self._number):
+            recorder, completes = self._recorder, False
+            recorder.begin_wait(self._number)
+            try:
                 result = bool(self.inner.wait())
+                completes = True
+            finally:
+                recorder.end_wait(self._number, completes=completes)
         if self._done is not None:
             done, self._done = self._done, None
             done()
@@ -92,6 +97,7 @@ def recorded_group(recorder: Recorder, identity: Callable[[str, Sequence[int]], 
             super().__init__(rank, size)
             self._store = store
             self._identity: Identity | None = None
+            self._backends: dict[str, Any] = {}
 
         def get_group_store(self) -> Any:
             return self._store
@@ -101,6 +107,11 @@ def recorded_group(recorder: Recorder, identity: Callable[[str, Sequence[int]], 
             if self._identity is None:
                 self._identity = identity(str(self.group_name), dist.get_process_group_ranks(self))
             return self._identity
+
+        def backend(self, device: str) -> Any:
+            if device not in self._backends:
+                self._backends[device] = self._get_backend(torch.device(device))
+            return self._backends[device]
 
     for name in CALLS:
         if hasattr(base, name):
@@ -114,7 +125,7 @@ def _recorded(recorder: Recorder, name: str) -> Callable[..., Any]:
 
     def method(self: Any, *args: Any, **options: Any) -> Any:
         call = described(form, self, args, options)
-        do = getattr(self._get_backend(torch.device(call.device)), form.backend)
+        do = getattr(self.backend(call.device), form.backend)
         number = recorder.post(kind, self.identity(), call)
         recorder.note_backward(number)
         if kind == "monitored_barrier":  # waits by itself, and not for ever

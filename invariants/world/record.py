@@ -28,9 +28,11 @@ DIMENSIONS = 6
 POSTED, TURNS, WAITING, TEXT_BYTES, USED, LOST, OTHERS = range(7)
 HEADER = (7 + THREADS) * 8
 
-ENTRY = struct.Struct("<q8I3iqqQi6q2idd")
-"""number plus 1; texts kind, dtype, reduction, group, label, source, splits, device; peer, tag, tensors; turn,
-sequence, bytes; number of dimensions, up to `DIMENSIONS` of them, flags, batch; posted, completed."""
+SHARED = struct.Struct("<8I3iqQi6q")
+"""What operations have in common that are told alike: texts kind, dtype, reduction, group, label, source, splits,
+device; peer, tag, tensors; sequence, bytes; number of dimensions, up to `DIMENSIONS` of them."""
+ENTRY = struct.Struct(f"<qq{SHARED.size}s2idd")
+"""number plus 1; turn; what is shared; flags, batch; posted, completed."""
 _COMPLETED = ENTRY.size - 8
 _FLAGS = ENTRY.size - 24
 _COUNTS = HEADER
@@ -87,31 +89,39 @@ class Writer:
             self.words[TEXT_BYTES] = used + 4 + len(data)
         return number
 
-    def turn(self, key: tuple[Any, ...]) -> tuple[int, int]:
-        """The sequence `key` and the place of its next operation in it, from 1."""
+    def sequence(self, key: tuple[Any, ...]) -> int:
+        """The number of a sequence, see `Operation.sequence`; -1 where the table is full."""
         sequence = self._sequences.get(key)
         if sequence is None:
             sequence = self.words[USED]
             if sequence == SEQUENCES:
                 self.words[LOST] = 1
-                return -1, 0
+                return -1
             self._keys[sequence] = self.text(json.dumps(key))
             self._counts[sequence] = 0
             self._sequences[key] = sequence
             self.words[USED] = sequence + 1
+        return sequence
+
+    def count(self, sequence: int) -> int:
+        """The place of the next operation in a sequence, from 1; 0 where that is lost."""
+        if sequence < 0:
+            return 0
         self._counts[sequence] = turn = self._counts[sequence] + 1
-        return sequence, turn
+        return turn
 
     def counts(self) -> dict[tuple[Any, ...], int]:
         """Operations by sequence."""
         return {key: self._counts[sequence] for key, sequence in self._sequences.items()}
 
-    def post(self, *entry: Any) -> int:
-        """Append an entry, fields as in `ENTRY` without the number; its number."""
-        number = self.words[POSTED]
-        ENTRY.pack_into(self._map, _RING + number % RING * ENTRY.size, number + 1, *entry)
-        self.words[POSTED] = number + 1
-        self.words[TURNS] += 1
+    def post(self, sequence: int, shared: bytes, batch: int, posted: float) -> int:
+        """Append the next operation of a sequence, with `SHARED` packed; its number."""
+        words = self.words
+        number, turn = words[POSTED], self.count(sequence)
+        at = _RING + number % RING * ENTRY.size
+        ENTRY.pack_into(self._map, at, number + 1, turn, shared, 0, batch, posted, 0.0)
+        words[POSTED] = number + 1
+        words[TURNS] += 1
         return number
 
     def flag(self, number: int, flag: int) -> None:
@@ -199,15 +209,15 @@ class Reader:
 
     def _entry(self, number: int, texts: list[str]) -> Operation | None:
         at = _RING + number % RING * ENTRY.size
-        found, *fields = ENTRY.unpack_from(self._map, at)
+        found, turn, shared, flags, batch, posted, completed = ENTRY.unpack_from(self._map, at)
         (still,) = _NUMBER.unpack_from(self._map, at)
         if not found == still == number + 1:
             return None  # overwritten meanwhile
+        *numbers, peer, tag, tensors, _, size, dimensions = SHARED.unpack(shared)[:-DIMENSIONS]
+        shape = SHARED.unpack(shared)[-DIMENSIONS:]
         kind, dtype, reduction, group, label, source, splits, device = (
-            texts[text - 1] if 0 < text <= len(texts) else "" for text in fields[:8]
+            texts[text - 1] if 0 < text <= len(texts) else "" for text in numbers
         )
-        peer, tag, tensors, turn, _, size = fields[8:14]
-        dimensions, *shape = fields[14:21]
         name, members = json.loads(group) if group else ("", ())
         return Operation(
             rank=self._rank,
@@ -220,17 +230,17 @@ class Reader:
             peer=peer,
             tag=tag,
             dtype=dtype,
-            shape=tuple(shape[:dimensions]),
+            shape=shape[:dimensions],
             tensors=tensors,
             bytes=size,
             reduction=reduction,
             splits=tuple(tuple(part) for part in json.loads(splits)) if splits else (),
             label=label,
             source=source,
-            flags=fields[21],
-            batch=fields[22],
-            posted=fields[23],
-            completed=fields[24],
+            flags=flags,
+            batch=batch,
+            posted=posted,
+            completed=completed,
         )
 
 

@@ -12,15 +12,13 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -28,27 +26,44 @@ import torch.distributed as dist
 
 from invariants.communication import NEW_GROUP, POINT_TO_POINT, SEND, Operation
 from invariants.world.buffers import Buffers
+from invariants.world.callers import Callers
 from invariants.world.calls import Call
 from invariants.world.groups import recorded_group
-from invariants.world.record import DIMENSIONS, LOST, OTHERS, POSTED, RING, THREADS, TURNS, WAITING, Reader, Writer
+from invariants.world.record import (
+    DIMENSIONS,
+    LOST,
+    OTHERS,
+    POSTED,
+    RING,
+    SHARED,
+    THREADS,
+    TURNS,
+    WAITING,
+    Reader,
+    Writer,
+)
 
 c10d = dist.distributed_c10d
-_BATCH = "batch_isend_irecv"
-_TORCH = str(Path(torch.__file__).parent)
+ENTRIES = 4096
+"""Of operations that are told alike, how many ways are remembered."""
 
 
 @dataclass(frozen=True)
 class Identity:
-    """A group, as the record names it: torch's name and the global ranks of its members; `text` is both."""
+    """A group, as the record names it: torch's name and the global ranks of its members; `text` is both.
+
+    `rank` is this process's.
+    """
 
     name: str
     members: tuple[int, ...]
     text: str
+    rank: int
 
     @classmethod
     def of(cls, name: str, members: Sequence[int]) -> Identity:
         """From name and members."""
-        return cls(name, tuple(members), json.dumps((name, tuple(members))))
+        return cls(name, tuple(members), json.dumps((name, tuple(members))), dist.get_rank())
 
 
 class Recorder:
@@ -64,12 +79,10 @@ class Recorder:
         self._reader = Reader(path, rank)
         self._main = threading.get_ident()
         self._lock = threading.RLock()
-        self._sources: dict[tuple[object, int], str] = {}
-        self._foreign: dict[str, bool] = {}
+        self._callers = Callers(Path(torch.__file__).parent)
         self._members: dict[str, tuple[int, ...]] = {}
         self._opened: Counter[str] = Counter()
-        self._batch = (0, 0)
-        self._batches = 0
+        self._entries: dict[tuple[str, str, Call, str, str], tuple[int, bytes]] = {}
         self._backward = -1
         self._last_of_backward = 0
 
@@ -90,6 +103,7 @@ class Recorder:
             self._writer.clear()
             self._members.clear()
             self._opened.clear()
+            self._entries.clear()
             self.label = ""
             self.buffers = None
 
@@ -122,72 +136,55 @@ class Recorder:
 
     def post(self, kind: str, group: Identity, call: Call) -> int:
         """Note an operation of a group; its number."""
-        name, members = group.name, group.members
-        device = call.device
-        writer = self._writer
-        source, batch = self._source()
+        source, batch = self._callers.of_operation()
         with self._lock:
             if threading.get_ident() == self._main:
                 self.idle()
             else:
                 self._note_threads([threading.get_native_id()])
-            if kind != NEW_GROUP:
-                self._members[name] = members
-            rank = members[call.me] if call.me >= 0 else -1
-            peer = members[call.peer] if call.peer >= 0 else -1
-            turn, sequence = 0, -1
-            if kind in POINT_TO_POINT:
-                ends = (rank, peer) if kind == SEND else (peer, rank)
-                tag = call.tag if device == "cpu" else 0
-                sequence, turn = writer.turn((name, device, kind, *ends, tag))
-            else:
-                if kind == NEW_GROUP:
-                    # First which, then that: who reads the count can tell what it counts.
-                    self._opened[name] += 1
-                    writer.turn((name, device, NEW_GROUP, self._opened[name], *members))
-                sequence, turn = writer.turn((name, device, "collective"))
-            shape = call.shape[:DIMENSIONS]
-            return writer.post(
-                writer.text(kind),
-                writer.text(call.dtype) if call.dtype else 0,
-                writer.text(call.reduction) if call.reduction else 0,
-                writer.text(group.text),
-                writer.text(self.label) if self.label else 0,
-                writer.text(source) if source else 0,
-                writer.text(json.dumps(call.splits)) if call.splits else 0,
-                writer.text(device),
-                peer,
-                call.tag,
-                call.tensors,
-                turn,
-                sequence,
-                call.bytes,
-                len(shape),
-                *shape,
-                *(0,) * (DIMENSIONS - len(shape)),
-                0,
-                batch,
-                time.monotonic(),
-                0.0,
-            )
+            told = kind, group.text, call, self.label, source
+            entry = self._entries.get(told) or self._entry(told, group)
+            return self._writer.post(*entry, batch, time.monotonic())
 
-    @contextmanager
-    def waiting(self, number: int, *, completes: bool = True) -> Iterator[None]:
-        """The calling thread waits for operation `number`; if it `completes`, that is so when the wait returns."""
-        words = self._writer.words
-        main = threading.get_ident() == self._main
-        if main:
+    def _entry(self, told: tuple[str, str, Call, str, str], group: Identity) -> tuple[int, bytes]:
+        """The sequence of operations that are `told` alike, and what they share in the record."""
+        kind, _, call, label, source = told
+        writer, name, members = self._writer, group.name, group.members
+        peer = members[call.peer] if call.peer >= 0 else -1
+        key: tuple[Any, ...] = name, call.device, "collective"
+        if kind in POINT_TO_POINT:
+            ends = (group.rank, peer) if kind == SEND else (peer, group.rank)
+            key = name, call.device, kind, *ends, call.tag if call.device == "cpu" else 0
+        if kind != NEW_GROUP:
+            self._members[name] = members
+        splits = json.dumps(call.splits) if call.splits else ""
+        texts = kind, call.dtype, call.reduction, group.text, label, source, splits, call.device
+        numbers = [writer.text(text) if text else 0 for text in texts]
+        sequence = writer.sequence(key)
+        shape = call.shape[:DIMENSIONS]
+        sizes = len(shape), *shape, *(0,) * (DIMENSIONS - len(shape))
+        shared = SHARED.pack(*numbers, peer, call.tag, call.tensors, sequence, call.bytes, *sizes)
+        if len(self._entries) >= ENTRIES:
+            self._entries.clear()
+        self._entries[told] = sequence, shared
+        return sequence, shared
+
+    def begin_wait(self, number: int) -> None:
+        """The calling thread waits for operation `number`."""
+        if threading.get_ident() == self._main:
             self._note_other_threads()
+            words = self._writer.words
             words[WAITING] = number + 1
             words[TURNS] += 1
-        try:
-            yield
-            if completes:
-                self._writer.complete(number, time.monotonic())
-        finally:
-            if main:
-                words[WAITING] = 0
-                words[TURNS] += 1
+
+    def end_wait(self, number: int, *, completes: bool) -> None:
+        """The wait is over; `completes`: and so is the operation."""
+        if completes:
+            self._writer.complete(number, time.monotonic())
+        if threading.get_ident() == self._main:
+            words = self._writer.words
+            words[WAITING] = 0
+            words[TURNS] += 1
 
     def note_backward(self, number: int) -> None:
         """Operation `number` was posted; if that was in a backward, its end may wait for it.
@@ -205,9 +202,9 @@ class Recorder:
             torch.autograd.Variable._execution_engine.queue_callback(self._ending_backward)
 
     def _ending_backward(self) -> None:
-        wait = ExitStack()
-        wait.enter_context(self.waiting(self._last_of_backward, completes=False))
-        torch.autograd.Variable._execution_engine.queue_callback(wait.close)
+        number = self._last_of_backward
+        self.begin_wait(number)
+        torch.autograd.Variable._execution_engine.queue_callback(lambda: self.end_wait(number, completes=False))
 
     def end_of_call(self) -> None:
         """The main thread is done, and posts nothing more by itself."""
@@ -232,17 +229,27 @@ class Recorder:
             return
         group = Identity.of(f"local {members}" if local else str(whole.group_name), members)
         self._members[group.name] = tuple(members if local else everyone)
-        call = Call(me=members.index(mine) if mine in members else -1, device="store")
+        call = Call(device="store")
+        with self._lock:
+            # First which, then that: who reads the count can tell what it counts.
+            self._opened[group.name] += 1
+            key = group.name, "store", NEW_GROUP, self._opened[group.name], *members
+            self._writer.count(self._writer.sequence(key))
         number = self.post(NEW_GROUP, group, call)
         if mine not in members:
             yield
             return
-        with self.waiting(number):
+        self.begin_wait(number)
+        completes = False
+        try:
             yield
+            completes = True
+        finally:
+            self.end_wait(number, completes=completes)
 
     def _note_other_threads(self) -> None:
         """Threads that Python has started: one that has not communicated yet may still be what the others wait for."""
-        if threading.active_count() > 1:
+        if len(threading._active) > 1:  # type: ignore[attr-defined]  # `active_count` without its lock, for each wait
             others = [thread for thread in threading.enumerate() if not isinstance(thread, threading._DummyThread)]
             with self._lock:
                 self._note_threads([each.native_id or os.getpid() for each in others if each.ident != self._main])
@@ -258,50 +265,6 @@ class Recorder:
             place, noted = next(((place, thread) for place in ended), (THREADS - 1, os.getpid()))
             words[OTHERS + place] = noted
 
-    def _source(self) -> tuple[str, int]:
-        """`file:line` of the innermost frame that is neither torch's nor ours, and the batch that the call is part of.
-
-        gloo gets the operations of `batch_isend_irecv` one by one; only the stack tells that they are one for NCCL.
-        """
-        frame: FrameType | None = sys._getframe(2)
-        batch = 0
-        while frame is not None:
-            code = frame.f_code
-            foreign = self._foreign.get(code.co_filename)
-            if foreign is None:
-                foreign = self._foreign[code.co_filename] = _foreign(code.co_filename)
-            if foreign:
-                key = (code, frame.f_lineno)
-                if key not in self._sources:
-                    self._sources[key] = f"{_short(code.co_filename)}:{frame.f_lineno}"
-                return self._sources[key], batch
-            if code.co_name == _BATCH:
-                batch = self._batch_of(frame)
-            frame = frame.f_back
-        return "", batch
-
-    def _batch_of(self, frame: FrameType) -> int:
-        """The number of the batch that a call of `batch_isend_irecv` posts the next operation of."""
-        # Not by the frame itself: it would keep alive all that its callers hold. The next one may have its identity.
-        known, left = self._batch
-        if known != id(frame) or not left:
-            left = len(frame.f_locals[frame.f_code.co_varnames[0]])
-            self._batches += 1
-        self._batch = id(frame), left - 1
-        return self._batches
-
 
 def _runs(thread: int) -> bool:
     return Path(f"/proc/self/task/{thread}").exists()
-
-
-def _foreign(file: str) -> bool:
-    here = str(Path(__file__).parent)
-    return not file.startswith((_TORCH, here, "<")) and not file.endswith("contextlib.py")
-
-
-def _short(file: str) -> str:
-    """Relative to the working directory where it lies inside."""
-    path = Path(file)
-    here = Path.cwd()
-    return str(path.relative_to(here)) if path.is_relative_to(here) else file

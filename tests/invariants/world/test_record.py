@@ -28,15 +28,16 @@ def reader(writer, tmp_path):
 def post(writer, kind=SEND, peer=2, tag=0, shape=(2, 3), label="", posted=1.0):
     """Post as the recorder does."""
     key = ("world", "cpu", kind, 1, peer, tag) if kind == SEND else ("world", "cpu", "collective")
-    sequence, turn = writer.turn(key)
+    sequence = writer.sequence(key)
     texts = (writer.text(kind), writer.text("float32"), 0, writer.text(GROUP), writer.text(label) if label else 0)
-    rest = (0, 0, writer.text("cpu"), peer, tag, 1, turn, sequence, 24, len(shape))
+    rest = (0, 0, writer.text("cpu"), peer, tag, 1, sequence, 24, len(shape))
     padding = (0,) * (record.DIMENSIONS - len(shape))
-    return writer.post(*texts, *rest, *shape, *padding, 0, 0, posted, 0.0)
+    return writer.post(sequence, record.SHARED.pack(*texts, *rest, *shape, *padding), 0, posted)
 
 
 def test_an_operation_is_read_as_it_was_written(writer, reader):
-    number = writer.post(
+    sequence = writer.sequence(("world", "cuda", "collective"))
+    shared = record.SHARED.pack(
         writer.text("reduce_scatter"),
         writer.text("bfloat16"),
         writer.text("sum"),
@@ -45,15 +46,17 @@ def test_an_operation_is_read_as_it_was_written(writer, reader):
         writer.text("train.py:7"),
         writer.text("[[3, 4]]"),
         writer.text("cuda"),
-        *(-1, 2**31 - 1, 3, 5, 0, 2**40, 6),
+        *(-1, 2**31 - 1, 3, sequence, 2**40, 6),
         *(1 << 40, 2, 3, 4, 5, 6),
-        *(0, 9, 1.5, 0.0),
     )
+    for _ in range(4):
+        writer.post(sequence, shared, 8, 1.0)
+    number = writer.post(sequence, shared, 9, 1.5)
     writer.complete(number, 2.5)
-    assert reader.operations() == [
+    assert reader.operations(last=1) == [
         Operation(
             rank=1,
-            number=0,
+            number=4,
             kind="reduce_scatter",
             group="world",
             members=(0, 1, 2),
@@ -245,7 +248,7 @@ def test_what_is_overwritten_while_it_is_read_is_left_out(writer, reader, monkey
             post(writer, tag=RING)
             monkeypatch.setattr(record, "ENTRY", cls)
             after = torn.unpack_from(memory, at)
-            return before[:5] + after[5:]
+            return before[:2] + after[2:]
 
     monkeypatch.setattr(record, "ENTRY", Racing)
     kept = reader.operations()
