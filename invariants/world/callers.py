@@ -14,7 +14,7 @@ class Callers:
 
     def __init__(self, torch: Path) -> None:
         self._not_theirs = (str(torch), str(Path(__file__).parent), "<")
-        self._sources: dict[tuple[CodeType, int], str] = {}
+        self._sources: dict[tuple[int, int], tuple[str, CodeType]] = {}
         self._foreign: dict[str, bool] = {}
         self._batch = (0, 0)
         self._batches = 0
@@ -32,10 +32,12 @@ class Callers:
             if foreign is None:
                 foreign = self._foreign[code.co_filename] = self._is_foreign(code.co_filename)
             if foreign:
-                key = (code, frame.f_lineno)
-                if key not in self._sources:
-                    self._sources[key] = f"{_short(code.co_filename)}:{frame.f_lineno}"
-                return self._sources[key], batch
+                # To hash code, or to find its line, is to go through all of it. What is kept keeps its identity.
+                known = self._sources.get((id(code), frame.f_lasti))
+                if known is None:
+                    known = f"{_short(code.co_filename)}:{frame.f_lineno}", code
+                    self._sources[id(code), frame.f_lasti] = known
+                return known[0], batch
             if code.co_name == _BATCH:
                 batch = self._batch_of(frame)
             frame = frame.f_back
