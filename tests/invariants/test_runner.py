@@ -404,6 +404,32 @@ def test_a_load_that_raises_loses_what_comes_after_it_and_nothing_else(run):
     assert found["gradients.reference"] == found["replicas.agree"] == "holds"
 
 
+def test_what_ranks_communicate_is_kept_by_rank_step_and_run(run):
+    evidence = run(Own())
+    reduced = {
+        (row.rank, row.step, row.resumed): [each.kind for each in row.operations]
+        for row in evidence.communication
+        if row.inside
+    }
+    places = [(rank, step, False) for rank in range(2) for step in range(1, 5)]
+    places += [(rank, step, True) for rank in range(2) for step in (3, 4)]
+    assert reduced == {place: ["all_reduce"] for place in places}
+
+
+def test_a_record_that_is_not_whole_is_lost(run):
+    def overflow(rank, step):
+        from invariants.world.record import LOST
+
+        rank.recorder._writer.words[LOST] = rank.rank
+
+    evidence = run(Own(step=overflow))
+    assert evidence.communication is None
+    assert evidence.lost["communication"] == "a rank communicated more than its record holds"
+    found = statuses(evidence)
+    assert found["collectives.agree"] == "unknown"
+    assert found["gradients.reference"] == "holds"
+
+
 def test_a_patch_is_gone_after_its_case_whatever_happened(run, worlds):
     def patched(_context):
         return "PATCHED" in os.environ
