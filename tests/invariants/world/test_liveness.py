@@ -505,3 +505,15 @@ def test_a_world_whose_records_are_not_all_there_is_not_judged(tmp_path):
     assert watch.look(NOBODY) == {}
     assert watch.operations(0) == []
     watch.close()
+
+
+def test_nobody_is_accused_at_the_first_look(tmp_path):
+    """One look is sound as long as records are; the second is for what they tell a moment too early."""
+    simulator = Simulator([[(RECV, 1, 0)], [(RECV, 0, 0)]], [(0, 1)])
+    simulator.run(random.Random(0))
+    watch = watch_of(simulator, random.Random(0), tmp_path)
+    assert watch.look(NOBODY) == {}
+    assert set(watch.look(NOBODY)) == {0, 1}
+    simulator.turns[1] += 1  # it has moved and waits again
+    assert watch.look(NOBODY) == {}
+    assert set(watch.look(NOBODY)) == {0, 1}
