@@ -127,17 +127,22 @@ def _recorded(recorder: Recorder, name: str) -> Callable[..., Any]:
         call = described(form, self, args, options)
         do = getattr(self.backend(call.device), form.backend)
         number = recorder.post(kind, self.identity(), call)
-        recorder.note_backward(number)
         if kind == "monitored_barrier":  # waits by itself, and not for ever
             return do(*args, **options)
         done = None
         if recorder.buffers is not None and kind in POINT_TO_POINT:
             done = recorder.buffers.posted(kind, number, args[0])
-        if "coalesced" in name and "single" in name:  # no backend offers it to Python
-            outputs, inputs, *rest = args
-            pairs = zip(outputs, inputs, strict=True)
-            return Seen(_Several([do(*pair, *rest) for pair in pairs]), number, recorder, done)
-        return Seen(do(*args, **options), number, recorder, done)
+        try:
+            if "coalesced" in name and "single" in name:  # no backend offers it to Python
+                outputs, inputs, *rest = args
+                work: Any = _Several([do(*pair, *rest) for pair in zip(outputs, inputs, strict=True)])
+            else:
+                work = do(*args, **options)
+        except Exception:
+            recorder.withdraw(number)
+            raise
+        recorder.note_backward(number)
+        return Seen(work, number, recorder, done)
 
     method.__name__ = name
     return method

@@ -35,6 +35,8 @@ ENTRY = struct.Struct(f"<qq{SHARED.size}s2idd")
 """number plus 1; turn; what is shared; flags, batch; posted, completed."""
 _COMPLETED = ENTRY.size - 8
 _FLAGS = ENTRY.size - 24
+_SEQUENCE = 11
+"""Place of the sequence in `SHARED`."""
 _COUNTS = HEADER
 _KEYS = _COUNTS + 8 * SEQUENCES
 _TEXTS = _KEYS + 8 * SEQUENCES
@@ -123,6 +125,18 @@ class Writer:
         words[POSTED] = number + 1
         words[TURNS] += 1
         return number
+
+    def withdraw(self, number: int) -> None:
+        """Take back operation `number`: the backend refused it."""
+        words = self.words
+        at = _RING + number % RING * ENTRY.size
+        sequence = SHARED.unpack(ENTRY.unpack_from(self._map, at)[2])[_SEQUENCE]
+        if sequence >= 0:
+            self._counts[sequence] -= 1
+        _NUMBER.pack_into(self._map, at, 0)
+        if words[POSTED] == number + 1:
+            words[POSTED] = number
+        words[TURNS] += 1
 
     def flag(self, number: int, flag: int) -> None:
         """Add to the flags of operation `number`."""

@@ -169,6 +169,11 @@ class Recorder:
         self._entries[told] = sequence, shared
         return sequence, shared
 
+    def withdraw(self, number: int) -> None:
+        """The backend has refused operation `number` with an error: it never was."""
+        with self._lock:
+            self._writer.withdraw(number)
+
     def begin_wait(self, number: int) -> None:
         """The calling thread waits for operation `number`."""
         if threading.get_ident() == self._main:

@@ -323,3 +323,23 @@ def test_a_lost_server_is_replaced(tmp_path):
         with pytest.raises(WorldError, match="the process that ranks are forked from has died"):
             pool.get(1).run(identity)
         assert pool.get(1).run(identity) == [(0, 1, None)]
+
+
+def refused_and_tried_again(context):
+    import torch
+    import torch.distributed as dist
+
+    parts = [torch.empty(3) for _ in range(context.world_size)]
+    if context.rank == 0:
+        with pytest.raises((RuntimeError, ValueError)):
+            dist.all_gather(parts, torch.ones(2))
+    dist.all_gather(parts, torch.ones(3))
+    return [operation.turn for operation in context.recorder.operations()]
+
+
+def test_what_the_backend_refuses_never_was(worlds):
+    world = worlds(2)
+    assert world.run(refused_and_tried_again) == [[1], [1]]
+    pids = world.pids
+    world.reset()
+    assert world.pids == pids
