@@ -83,7 +83,7 @@ def test_gate_without_a_target_says_how_it_is_called(run, given):
 def test_a_whole_test_run_holds_coverage_to_its_limit(run):
     status, lines = run("ci/test")
     assert status == 0
-    assert lines[0] == "python -m coverage run -m pytest -n auto"
+    assert lines[0] == "python -m coverage run -m pytest -n auto --dist worksteal"
     assert lines[1].startswith("python -m coverage combine")
     assert lines[2] == "python -m coverage report"
 
@@ -91,7 +91,7 @@ def test_a_whole_test_run_holds_coverage_to_its_limit(run):
 def test_selected_tests_show_coverage_without_a_limit(run):
     status, lines = run("ci/test", "tests/impl", "-k", "a or b")
     assert status == 0
-    assert lines[0] == "python -m coverage run -m pytest -n auto tests/impl -k a or b"
+    assert lines[0] == "python -m coverage run -m pytest -n auto --dist worksteal tests/impl -k a or b"
     assert lines[2] == "python -m coverage report --fail-under=0"
 
 
@@ -118,7 +118,7 @@ def test_continuous_integration_runs_both_and_fails_if_one_does(run, fails, stat
     code, lines = run(".ci/run", fails=fails)
     assert code == status
     assert "python -m mypy" in lines
-    assert "python -m coverage run -m pytest -n auto" in lines
+    assert "python -m coverage run -m pytest -n auto --dist worksteal" in lines
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
