@@ -14,6 +14,8 @@ _PATTERNS = {8: 0x7FF8A5A5A5A5A5A5, 4: 0x7FC0A5A5, 2: 0x7FA5, 1: 0xA5}
 """By bytes of an element: a number that no computation makes; NaN as float64, float32, bfloat16 and float16."""
 _SURE = 8
 """Bytes at the end of a buffer that must all keep the pattern before it counts as not written."""
+_TOO_FEW = 4
+"""Bytes of a buffer so small that its contents may be the pattern."""
 
 
 class Buffers:
@@ -42,6 +44,8 @@ class Buffers:
 
         def received() -> None:
             for view, pattern in zip(views, patterns, strict=True):
+                if len(view) < _TOO_FEW:
+                    continue
                 end = min(len(view), max(_SURE, pattern.itemsize))
                 if np.array_equal(view[-end:], np.resize(pattern.view(np.uint8), len(view))[-end:]):
                     self._found(number, UNWRITTEN)

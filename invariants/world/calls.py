@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,6 +27,24 @@ class Call(NamedTuple):
     reduction: str = ""
     splits: tuple[tuple[int, ...], ...] = ()
     device: str = "cpu"
+
+
+@dataclass(frozen=True)
+class Identity:
+    """A group, as the record names it: torch's name and the global ranks of its members; `text` is both.
+
+    `rank` is this process's.
+    """
+
+    name: str
+    members: tuple[int, ...]
+    text: str
+    rank: int
+
+    @classmethod
+    def of(cls, name: str, members: Sequence[int]) -> Identity:
+        """From name and members."""
+        return cls(name, tuple(members), json.dumps((name, tuple(members))), dist.get_rank())
 
 
 @dataclass(frozen=True)

@@ -7,39 +7,53 @@ backend enqueues, and gloo's threads, which free tensors, wait for that lock whi
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from invariants.communication import POINT_TO_POINT
-from invariants.world.calls import CALLS, described
+from invariants.world.calls import CALLS, Identity, described
 
 if TYPE_CHECKING:
-    from invariants.world.recorder import Identity, Recorder
+    from invariants.world.recorder import Recorder
 
 c10d = dist.distributed_c10d
+_NONE = timedelta(0)
 
 
 class Seen(dist.Work):
     """A backend's handle of an operation, whose waits are noted."""
 
-    def __init__(self, inner: Any, number: int, recorder: Recorder, done: Callable[[], None] | None) -> None:
+    def __init__(
+        self, inner: Any, number: int, recorder: Recorder, done: Callable[[], None] | None, *, limited: bool
+    ) -> None:
         super().__init__()
         self.inner, self._number, self._recorder, self._done = inner, number, recorder, done
+        self._limited = limited
+
+    def get_future(self) -> Any:
+        """As the handle's. What a program hangs on it runs in a thread that is not known before it communicates."""
+        if torch._C._current_graph_task_id() == -1:  # else it is DDP's reducer, which waits for it
+            self._recorder.beware()
+        return self.inner.get_future()
 
     def wait(self, timeout: Any = None) -> bool:
         """As the handle's. One with a time limit of its own is no wait for ever."""
-        if timeout:
-            result = bool(self.inner.wait(timeout))
-        else:
-            recorder, completes = self._recorder, False
+        given = (timeout,) if timeout else ()
+        recorder, completes = self._recorder, False
+        for_ever = not (given or self._limited)
+        if for_ever:
             recorder.begin_wait(self._number)
-            try:
-                result = bool(self.inner.wait())
-                completes = True
-            finally:
+        try:
+            result = bool(self.inner.wait(*given))
+            completes = True
+        finally:
+            if for_ever:
                 recorder.end_wait(self._number, completes=completes)
+            elif completes:
+                recorder.note_completion(self._number)
         if self._done is not None:
             done, self._done = self._done, None
             done()
@@ -71,16 +85,13 @@ def _forwarding(name: str) -> Callable[..., Any]:
     return forward
 
 
-for _name in set(vars(dist.Work)) - {"wait", "unbox", "_pybind11_conduit_v1_"}:
+for _name in set(vars(dist.Work)) - {"wait", "get_future", "unbox", "_pybind11_conduit_v1_"}:
     if not _name.startswith("__"):
         setattr(Seen, _name, _forwarding(_name))
 
 
-def recorded_group(recorder: Recorder, identity: Callable[[str, Sequence[int]], Identity]) -> Any:
-    """A subclass of torch's `ProcessGroup` that notes in `recorder` what its objects are asked to do.
-
-    `identity` makes what the recorder wants to know of a group.
-    """
+def recorded_group(recorder: Recorder) -> Any:
+    """A subclass of torch's `ProcessGroup` that notes in `recorder` what its objects are asked to do."""
     base: Any = c10d.ProcessGroup
 
     class Meta(type(base)):  # type: ignore[misc]
@@ -98,6 +109,7 @@ def recorded_group(recorder: Recorder, identity: Callable[[str, Sequence[int]], 
             self._store = store
             self._identity: Identity | None = None
             self._backends: dict[str, Any] = {}
+            self._limited: bool | None = None
 
         def get_group_store(self) -> Any:
             return self._store
@@ -105,7 +117,7 @@ def recorded_group(recorder: Recorder, identity: Callable[[str, Sequence[int]], 
         def identity(self) -> Identity:
             # Asked for with each operation; torch gives a group its name and members after it is made.
             if self._identity is None:
-                self._identity = identity(str(self.group_name), dist.get_process_group_ranks(self))
+                self._identity = Identity.of(str(self.group_name), dist.get_process_group_ranks(self))
             return self._identity
 
         def backend(self, device: str) -> Any:
@@ -113,19 +125,44 @@ def recorded_group(recorder: Recorder, identity: Callable[[str, Sequence[int]], 
                 self._backends[device] = self._get_backend(torch.device(device))
             return self._backends[device]
 
+        def limited(self) -> bool:
+            # A group that gives up before the world does may have been made to.
+            if self._limited is None:
+                whole = c10d._get_default_group()
+                limits = [
+                    min(group._get_backend(d).options._timeout for d in group._device_types) for group in (self, whole)
+                ]
+                self._limited = limits[0] < limits[1]
+            return self._limited
+
     for name in CALLS:
         if hasattr(base, name):
-            setattr(RecordedGroup, name, _recorded(recorder, name))
+            setattr(RecordedGroup, name, _recorded(recorder, name, base))
     return RecordedGroup
 
 
-def _recorded(recorder: Recorder, name: str) -> Callable[..., Any]:
+def _limit(group: Any) -> timedelta:
+    limits: list[timedelta] = [group._get_backend(device).options._timeout for device in group._device_types]
+    return min(limits)
+
+
+def _has_limit(args: Sequence[Any]) -> bool:
+    """Whether the options of an operation bring a time limit."""
+    return any(getattr(each, "timeout", _NONE) > _NONE for each in args)
+
+
+def _recorded(recorder: Recorder, name: str, base: Any) -> Callable[..., Any]:
     form = CALLS[name]
     kind = form.kind
 
     def method(self: Any, *args: Any, **options: Any) -> Any:
-        call = described(form, self, args, options)
-        do = getattr(self.backend(call.device), form.backend)
+        try:
+            call = described(form, self, args, options)
+            do = getattr(self.backend(call.device), form.backend)
+        except Exception:
+            # Arguments by name, or none of torch's; a device that the group has no backend for: torch knows what to do.
+            recorder.give_up()
+            return getattr(base, name)(self, *args, **options)
         number = recorder.post(kind, self.identity(), call)
         if kind == "monitored_barrier":  # waits by itself, and not for ever
             return do(*args, **options)
@@ -142,7 +179,7 @@ def _recorded(recorder: Recorder, name: str) -> Callable[..., Any]:
             recorder.withdraw(number)
             raise
         recorder.note_backward(number)
-        return Seen(work, number, recorder, done)
+        return Seen(work, number, recorder, done, limited=self.limited() or _has_limit(args))
 
     method.__name__ = name
     return method

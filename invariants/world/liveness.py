@@ -55,10 +55,8 @@ def _blockers(
     operation: Operation, states: Mapping[int, State], going: frozenset[int], unknown: frozenset[int]
 ) -> Iterator[int]:
     """The ranks that have not posted what the operation needs of them, and never will."""
-    peers, sequence = operation.members, operation.sequence
-    if operation.kind in POINT_TO_POINT:
-        peers, sequence = (operation.peer,), answering(operation)
-    for peer in peers:
+    sequence = answering(operation) if operation.kind in POINT_TO_POINT else operation.sequence
+    for peer in _needed(operation):
         counts = states[peer].counts
         if counts.get(sequence, 0) < operation.turn:
             if peer not in going:
@@ -67,6 +65,22 @@ def _blockers(
             yield peer  # it has opened another group in the place of this one
         elif peer not in unknown and _differ(operation, states[peer].waiting):
             yield peer
+
+
+def _needed(operation: Operation) -> tuple[int, ...]:
+    """The ranks without which the operation cannot complete.
+
+    What goes out from a root needs the root, and what comes to a root is complete there when all have given theirs. The
+    other ends may be done before the rest has joined: backends differ.
+    """
+    root = operation.peer
+    if operation.kind in POINT_TO_POINT:
+        return (root,)
+    if operation.kind in ("broadcast", "scatter"):
+        return () if operation.rank == root else (root,)
+    if operation.kind in ("reduce", "gather"):
+        return operation.members if operation.rank == root else ()
+    return operation.members
 
 
 def _differ(operation: Operation, other: Operation | None) -> bool:

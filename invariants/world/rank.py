@@ -119,6 +119,7 @@ def _join(place: Place) -> RankContext:
         world_size=place.size,
         timeout=timedelta(seconds=place.timeout_s),
     )
+    recorder.joined()
     generator = torch.Generator(device)
     return RankContext(place.rank, place.size, device, place.backend, generator, recorder)
 

@@ -57,12 +57,22 @@ class Writer:
             os.ftruncate(file.fileno(), SIZE)
             self._map = mmap.mmap(file.fileno(), SIZE)
         made.rename(path)  # who finds it finds all of it
+        self._look()
+        self._texts: dict[str, int] = {}
+        self._sequences: dict[tuple[Any, ...], int] = {}
+
+    def _look(self) -> None:
         view = memoryview(self._map)
         self.words = view[:HEADER].cast("q")
         self._counts = view[_COUNTS:_KEYS].cast("q")
         self._keys = view[_KEYS:_TEXTS].cast("q")
-        self._texts: dict[str, int] = {}
-        self._sequences: dict[tuple[Any, ...], int] = {}
+
+    def detach(self) -> None:
+        """Write to memory of this process alone from now on: it is a child of the rank, and not the rank."""
+        self._map = mmap.mmap(-1, SIZE)
+        self._look()
+        self._texts.clear()
+        self._sequences.clear()
 
     def clear(self) -> None:
         """Forget all operations; they are numbered from 0 again."""
@@ -75,14 +85,15 @@ class Writer:
         self._sequences.clear()
         self.words[TURNS] += 1
 
-    def text(self, text: str) -> int:
-        """The number of `text` in the table; 0 where it is full."""
+    def text(self, text: str, *, vital: bool = True) -> int:
+        """The number of `text` in the table; 0 where it is full, or nearly so and the text not `vital`."""
         number = self._texts.get(text)
         if number is None:
             data = text.encode()
             used = self.words[TEXT_BYTES]
-            if used + len(data) + 4 > TEXTS:
-                self.words[LOST] = 1
+            if used + len(data) + 4 > (TEXTS if vital else TEXTS // 2):
+                if vital:
+                    self.words[LOST] = 1
                 return 0
             at = _TEXTS + used
             self._map[at + 4 : at + 4 + len(data)] = data

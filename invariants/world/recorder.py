@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ import torch.distributed as dist
 from invariants.communication import NEW_GROUP, POINT_TO_POINT, SEND, Operation
 from invariants.world.buffers import Buffers
 from invariants.world.callers import Callers
-from invariants.world.calls import Call
+from invariants.world.calls import Call, Identity
 from invariants.world.groups import recorded_group
 from invariants.world.record import (
     DIMENSIONS,
@@ -44,26 +44,9 @@ from invariants.world.record import (
 )
 
 c10d = dist.distributed_c10d
+_ENGINE = str(Path("torch", "autograd", "graph.py"))
 ENTRIES = 4096
 """Of operations that are told alike, how many ways are remembered."""
-
-
-@dataclass(frozen=True)
-class Identity:
-    """A group, as the record names it: torch's name and the global ranks of its members; `text` is both.
-
-    `rank` is this process's.
-    """
-
-    name: str
-    members: tuple[int, ...]
-    text: str
-    rank: int
-
-    @classmethod
-    def of(cls, name: str, members: Sequence[int]) -> Identity:
-        """From name and members."""
-        return cls(name, tuple(members), json.dumps((name, tuple(members))), dist.get_rank())
 
 
 class Recorder:
@@ -83,12 +66,13 @@ class Recorder:
         self._members: dict[str, tuple[int, ...]] = {}
         self._opened: Counter[str] = Counter()
         self._entries: dict[tuple[str, str, Call, str, str], tuple[int, bytes]] = {}
+        self._whole: Any = None
         self._backward = -1
         self._last_of_backward = 0
 
     def install(self) -> None:
         """Have torch make its groups of the class that records; once, before the first group."""
-        c10d.ProcessGroup = recorded_group(self, Identity.of)  # type: ignore[misc]
+        c10d.ProcessGroup = recorded_group(self)  # type: ignore[misc]
         opened = c10d._new_group_with_tag
 
         def _new_group_with_tag(ranks: Sequence[int] | None = None, *args: Any, **options: Any) -> Any:
@@ -96,6 +80,40 @@ class Recorder:
                 return opened(ranks, *args, **options)
 
         c10d._new_group_with_tag = _new_group_with_tag
+        started = threading.Thread.start
+
+        def start(thread: threading.Thread) -> None:
+            started(thread)
+            if thread.native_id is not None:
+                with self._lock:
+                    self._note_threads([thread.native_id])
+
+        threading.Thread.start = start  # type: ignore[method-assign, assignment]
+        os.register_at_fork(after_in_child=self._detach)
+
+    def _detach(self) -> None:
+        """In a child that the program has forked: what it communicates is not this rank's."""
+        self._lock = threading.RLock()
+        self._entries.clear()
+        self._writer.detach()
+
+    def joined(self) -> None:
+        """The default group is there: the world is known by it."""
+        self._whole = dist.group.WORLD
+
+    @property
+    def same_world(self) -> bool:
+        """Whether the default group is still the one that `joined` found: ranks of another have other numbers."""
+        return dist.group.WORLD is self._whole
+
+    def beware(self) -> None:
+        """Something may communicate that is no thread yet: until `clear` this rank is never taken for stuck."""
+        with self._lock:
+            self._note_threads([os.getpid()])  # the main thread, which runs as long as the rank does
+
+    def give_up(self) -> None:
+        """Something cannot be recorded: nothing is proved from what can."""
+        self._writer.words[LOST] = 1
 
     def clear(self) -> None:
         """Forget what was recorded."""
@@ -142,6 +160,8 @@ class Recorder:
                 self.idle()
             else:
                 self._note_threads([threading.get_native_id()])
+            if not self.same_world:
+                self.give_up()
             told = kind, group.text, call, self.label, source
             entry = self._entries.get(told) or self._entry(told, group)
             return self._writer.post(*entry, batch, time.monotonic())
@@ -159,7 +179,7 @@ class Recorder:
             self._members[name] = members
         splits = json.dumps(call.splits) if call.splits else ""
         texts = kind, call.dtype, call.reduction, group.text, label, source, splits, call.device
-        numbers = [writer.text(text) if text else 0 for text in texts]
+        numbers = [writer.text(text, vital=text not in (label, source)) if text else 0 for text in texts]
         sequence = writer.sequence(key)
         shape = call.shape[:DIMENSIONS]
         sizes = len(shape), *shape, *(0,) * (DIMENSIONS - len(shape))
@@ -185,11 +205,15 @@ class Recorder:
     def end_wait(self, number: int, *, completes: bool) -> None:
         """The wait is over; `completes`: and so is the operation."""
         if completes:
-            self._writer.complete(number, time.monotonic())
+            self.note_completion(number)
         if threading.get_ident() == self._main:
             words = self._writer.words
             words[WAITING] = 0
             words[TURNS] += 1
+
+    def note_completion(self, number: int) -> None:
+        """Operation `number` is complete."""
+        self._writer.complete(number, time.monotonic())
 
     def note_backward(self, number: int) -> None:
         """Operation `number` was posted; if that was in a backward, its end may wait for it.
@@ -199,7 +223,8 @@ class Recorder:
         that ours asks for comes behind it.
         """
         task = torch._C._current_graph_task_id()
-        if task == -1:
+        # Asked for by Python, it is waited for by its handle: the reducer's has no Python of its own on the stack.
+        if task == -1 or not sys._getframe(2).f_code.co_filename.endswith(_ENGINE):
             return
         self._last_of_backward = number
         if task != self._backward:

@@ -73,7 +73,7 @@ class Baseline:
 
 def leave(context: RankContext) -> Left | None:
     """Forget what was communicated, and drop the groups that were opened; None when the world cannot go on."""
-    if not dist.is_initialized():
+    if not dist.is_initialized() or not context.recorder.same_world:
         return None
     world = c10d._world
     kept = (c10d._get_default_group(), *context.groups.values())
@@ -81,10 +81,25 @@ def leave(context: RankContext) -> Left | None:
     names = {str(group.group_name): tuple(world.pg_group_ranks[group]) for group in opened}
     sequences = context.recorder.sequences()
     context.recorder.clear()
-    if sequences is None:
+    if sequences is None or any(map(_stays, opened)) or _threads():
         return None
     _drop(opened)
     return Left(tuple(context.groups), names, world.group_count, *sequences)
+
+
+def _stays(group: Any) -> bool:
+    """Whether something else may still know the group by its name.
+
+    DTensor keeps what it has worked out for a mesh, with the names of the mesh's groups, and an equal mesh of the next
+    test would find it. A group with local synchronization gets the same name when it is opened anew, and would meet at
+    the addresses of the old one.
+    """
+    return not str(group.group_name).isdigit() or str(group.group_desc).startswith("mesh")
+
+
+def _threads() -> bool:
+    """Whether a thread was left behind that is not a daemon, such as an executor's: it may communicate any time."""
+    return any(not thread.daemon for thread in threading.enumerate() if thread is not threading.main_thread())
 
 
 def _drop(groups: list[Any]) -> None:

@@ -96,10 +96,10 @@ def test_groups_have_sequences_of_their_own():
     [
         ("all_reduce", "barrier", False),
         ("all_reduce", "all_gather", False),
-        ("reduce", "reduce_scatter", False),
+        ("all_to_all", "reduce_scatter", False),
         ("all_gather", "all_gather_into_tensor", True),
         ("all_reduce", "all_reduce_coalesced", True),
-        ("broadcast", "broadcast", True),
+        ("all_to_all", "all_to_all_single", True),
     ],
 )
 def test_another_collective_in_the_same_place_is_never_met(one, other, meet):
@@ -109,6 +109,21 @@ def test_another_collective_in_the_same_place_is_never_met(one, other, meet):
     assert {rank: each.blockers for rank, each in found.items()} == ({} if meet else {0: (1,), 1: (0,)})
     assert stuck([waits[0], replace(waits[1], turn=2), None], joined) == {}
     assert stuck(waits, joined, busy=[0, 1]) == {}
+
+
+@pytest.mark.parametrize(
+    ("kind", "rank", "blockers"),
+    [
+        *(("broadcast", 1, (0,)), ("scatter", 1, (0,)), ("broadcast", 0, None), ("scatter", 0, None)),
+        *(("reduce", 0, (2,)), ("gather", 0, (2,)), ("reduce", 1, None), ("gather", 1, None)),
+    ],
+)
+def test_a_collective_with_a_root_needs_what_flows(kind, rank, blockers):
+    wait = operation(rank, kind, peer=0, members=range(3))
+    others = {other: {wait.sequence: 1} for other in (0, 1) if other != rank} if rank == 0 else {}
+    waits = [wait if each == rank else None for each in range(3)]
+    found = stuck(waits, others, done=[each for each in range(3) if each != rank])
+    assert {each: seen.blockers for each, seen in found.items()} == ({} if blockers is None else {rank: blockers})
 
 
 def test_another_device_is_another_sequence():
