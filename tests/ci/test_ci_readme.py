@@ -32,7 +32,7 @@ def test_the_suite_the_invariant_and_the_hook_judge_the_example_trainer(pytester
     pytester.makepyfile(suite)
     pytester.makeconftest(invariant + hook)
     run = pytester.runpytest_subprocess("-p", "invariants.plugin", "--invariants-cases=2", "-v", timeout=300)
-    run.assert_outcomes(passed=8, skipped=6)
+    run.assert_outcomes(passed=10, skipped=9)
     run.stdout.fnmatch_lines(["*test_my_trainer*loss.positive*PASSED*"])
 
 

@@ -80,8 +80,9 @@ def groups_and_messages(context):
     if rank > 0:
         dist.barrier(group=pairs[1])
     if rank == 0:
-        for other in (1, 2):
+        for _ in range(2):
             dist.recv(torch.empty(2))
+        for other in (1, 2):
             dist.send(torch.ones(other), other, tag=other)
     else:
         dist.send(torch.ones(2), 0)
