@@ -27,6 +27,8 @@ from invariants.world.pool import RankFailed, WorldPool
 
 ELEMENTS = 256
 """Of float32: 1 KB."""
+FOLDER = "WORLD_BENCH_FOLDER"
+"""Variable of the environment: where process groups meet."""
 
 
 def reduce(_: Any) -> None:
@@ -122,10 +124,10 @@ class Timed(unittest.TestResult):
         self.taken.append(time.perf_counter() - self._start)
 
 
-def of_torch(kind: type[unittest.TestCase], method: str, times: int) -> float:
+def of_torch(kind: type[unittest.TestCase], times: int) -> float:
     """Seconds of a test of torch's harness: the median of so many in one suite."""
     result = Timed()
-    unittest.TestSuite([kind(method) for _ in range(times)]).run(result)
+    unittest.TestSuite([kind("test_reduce") for _ in range(times)]).run(result)
     if not result.wasSuccessful():
         raise SystemExit("torch's harness: " + (result.errors + result.failures)[0][1])
     return statistics.median(result.taken)
@@ -158,7 +160,6 @@ class Kept(MultiProcContinuousTest):
     """The processes of a class."""
 
     world_size = 2
-    made = 0
 
     @classmethod
     def backend_str(cls) -> str:
@@ -169,13 +170,19 @@ class Kept(MultiProcContinuousTest):
         """The example."""
         dist.all_reduce(torch.ones(ELEMENTS))
 
-    def test_anew(self) -> None:
+
+class Anew(Kept):
+    """The processes of a class, with a process group for each test. Torch starts the processes of a class once."""
+
+    made = 0
+
+    def test_reduce(self) -> None:
         """The example, after destroying the process group and making it anew."""
         cls = type(self)
         cls.made += 1
         dist.destroy_process_group()
-        self._init_pg(self.rank, self.world_size, f"{self.rdvz_file}.{cls.made}")
-        dist.all_reduce(torch.ones(ELEMENTS))
+        self._init_pg(self.rank, self.world_size, str(Path(os.environ[FOLDER], f"{self.world_size}.{cls.made}")))
+        super().test_reduce()
 
 
 class Spawned4(Spawned):
@@ -190,6 +197,12 @@ class Kept4(Kept):
     world_size = 4
 
 
+class Anew4(Anew):
+    """On four ranks."""
+
+    world_size = 4
+
+
 def main(arguments: list[str]) -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -197,14 +210,19 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--spawns", type=int, default=3, help="tests of torch's that start processes (default: 3)")
     options = parser.parse_args(arguments)
     times = options.times
-    with tempfile.TemporaryDirectory() as folder, WorldPool(Path(folder), backend="gloo") as pool:
-        for size, spawned, kept in ((2, Spawned, Kept), (4, Spawned4, Kept4)):
+    with (
+        tempfile.TemporaryDirectory() as meeting,
+        tempfile.TemporaryDirectory() as folder,
+        WorldPool(Path(folder), backend="gloo") as pool,
+    ):
+        os.environ[FOLDER] = meeting
+        for size, spawned, kept, anew in ((2, Spawned, Kept, Anew), (4, Spawned4, Kept4, Anew4)):
             ours = median(partial(new_world, pool, size), 10)
-            row(f"{size} ranks, a new world a test", of_torch(spawned, "test_reduce", options.spawns), ours, 100)
+            row(f"{size} ranks, a new world a test", of_torch(spawned, options.spawns), ours, 100)
             ours = examples(pool, size, reduce, times)
-            row(f"{size} ranks, a warm example", of_torch(kept, "test_reduce", times), ours, 2.5 if size == 2 else 1)
+            row(f"{size} ranks, a warm example", of_torch(kept, times), ours, 2.5 if size == 2 else 1)
             ours = examples(pool, size, reduce_in_fresh_group, times)
-            row(f"{size} ranks, a fresh group an example", of_torch(kept, "test_anew", times), ours, 8 / size)
+            row(f"{size} ranks, a fresh group an example", of_torch(anew, times), ours, 8 / size)
         pool.get(4).run(nothing)
         (reducing, *_) = pool.get(4).run(reduce_often, times)
         dispatch = median(lambda: pool.get(4).run(nothing), times)
