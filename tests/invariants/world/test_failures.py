@@ -27,17 +27,6 @@ def healthy(context):
     return context.rank
 
 
-def failure_of(world, function, *args, **kwargs):
-    """Run what must fail; the next run must pass on other processes."""
-    world.run(healthy)
-    before = world.pids
-    with pytest.raises(RankFailed) as caught:
-        world.run(function, *args, **kwargs)
-    assert world.run(healthy) == list(range(world.size))
-    assert not set(before) & set(world.pids)
-    return caught.value
-
-
 def boom():
     raise ValueError("boom at the third layer")
 
@@ -68,7 +57,7 @@ def test_a_rank_that_closes_its_output_harms_nobody(worlds):
 
 
 @pytest.mark.worlds(2, 4)
-def test_a_raise_is_told_first_and_what_followed_behind_it(world):
+def test_a_raise_is_told_first_and_what_followed_behind_it(world, failure_of):
     world.run(healthy)
     start = time.monotonic()
     error = failure_of(world, barrier_unless, world.size - 1, boom)
@@ -85,7 +74,7 @@ def test_a_raise_is_told_first_and_what_followed_behind_it(world):
     assert "invariants/world/" not in origin.text.replace("tests/invariants/world/", "")
 
 
-def test_two_different_raises_are_both_told(world):
+def test_two_different_raises_are_both_told(world, failure_of):
     def fail(context):
         raise (KeyError, OSError)[context.rank](f"of rank {context.rank}")
 
@@ -102,7 +91,7 @@ DEATHS = {
 
 
 @pytest.mark.parametrize("name", DEATHS)
-def test_a_death_is_named_with_its_signal_and_last_lines(world, name):
+def test_a_death_is_named_with_its_signal_and_last_lines(world, name, failure_of):
     def die(context):
         import torch.distributed as dist
 
@@ -119,7 +108,7 @@ def test_a_death_is_named_with_its_signal_and_last_lines(world, name):
     assert all(failure.consequence for failure in error.failures[1:])
 
 
-def test_sys_exit_is_a_raise_and_not_the_end_of_a_rank(world):
+def test_sys_exit_is_a_raise_and_not_the_end_of_a_rank(world, failure_of):
     error = failure_of(world, lambda context: sys.exit(4))
     assert {failure.type_name for failure in error.failures} == {"SystemExit"}
 
@@ -171,7 +160,7 @@ def test_a_rank_that_sleeps_is_named_before_the_one_that_waited_for_it(worlds, m
     assert ("Timed out" in waiter.message) == (made_for_s == 1.5)
 
 
-def test_those_still_at_work_are_shown_with_their_stack(world):
+def test_those_still_at_work_are_shown_with_their_stack(world, failure_of):
     def fail_beside_work(context):
         if context.rank == 0:
             boom()
@@ -182,7 +171,7 @@ def test_those_still_at_work_are_shown_with_their_stack(world):
     assert "in fail_beside_work" in error.failures[1].text
 
 
-def test_a_result_that_cannot_be_pickled_is_a_clear_error(world):
+def test_a_result_that_cannot_be_pickled_is_a_clear_error(world, failure_of):
     error = failure_of(world, lambda context: (x for x in ()))
     origin = error.failures[0]
     assert origin.type_name == "TypeError"
@@ -198,7 +187,7 @@ def test_an_argument_that_cannot_be_sent_keeps_the_world(world):
     assert world.pids == pids
 
 
-def test_much_output_does_not_block(world):
+def test_much_output_does_not_block(world, failure_of):
     def shout(context):
         line = "x" * 1023 + "\n"
         for _ in range(100):
@@ -210,7 +199,7 @@ def test_much_output_does_not_block(world):
     assert len(error.failures[0].text) < 10_000
 
 
-def test_failures_survive_pickling(world):
+def test_failures_survive_pickling(world, failure_of):
     error = failure_of(world, barrier_unless, 0, boom)
     again = pickle.loads(pickle.dumps(error))
     assert again.failures == error.failures

@@ -31,17 +31,6 @@ def healthy(context):
     return context.rank
 
 
-def failure_of(world, function, *args, **kwargs):
-    """Run what must fail; the next run must pass on other processes."""
-    world.run(healthy)
-    before = world.pids
-    with pytest.raises(RankFailed) as caught:
-        world.run(function, *args, **kwargs)
-    assert world.run(healthy) == list(range(world.size))
-    assert not set(before) & set(world.pids)
-    return caught.value
-
-
 class Unpicklable(Exception):
     def __reduce__(self):
         return 1 / 0
@@ -53,7 +42,7 @@ class Unprintable(Exception):
 
 
 @pytest.mark.parametrize("kind", [Unpicklable, Unprintable])
-def test_h02_any_exception_arrives_with_its_traceback(world, kind):
+def test_h02_any_exception_arrives_with_its_traceback(world, kind, failure_of):
     """https://github.com/pytorch/pytorch/pull/52632"""
 
     def fail(context):
@@ -64,7 +53,7 @@ def test_h02_any_exception_arrives_with_its_traceback(world, kind):
     assert "raise kind" in error.failures[0].text
 
 
-def test_h03_a_dead_rank_ends_the_run_long_before_its_deadline(world):
+def test_h03_a_dead_rank_ends_the_run_long_before_its_deadline(world, failure_of):
     """https://github.com/pytorch/pytorch/pull/34150"""
 
     def die(context):
@@ -170,7 +159,7 @@ def join_a_world_of_one_more(context):
     dist.init_process_group("gloo", store=store, rank=context.rank, world_size=context.world_size + 1)
 
 
-def test_h13_a_rendezvous_that_never_comes_ends_at_the_deadline_and_shows_who_waits(worlds):
+def test_h13_a_rendezvous_that_never_comes_ends_at_the_deadline_and_shows_who_waits(worlds, failure_of):
     """https://github.com/pytorch/pytorch/issues/106365"""
     error = failure_of(worlds(2), join_a_world_of_one_more, deadline_s=1.5)
     assert [(failure.rank, failure.kind) for failure in error.failures] == [(0, "deadline"), (1, "deadline")]
@@ -300,7 +289,7 @@ def wait_for_nobody(context):
         dist.recv(torch.ones(1), 1)
 
 
-def test_h20_a_hang_ends_with_its_line_its_stack_its_output_and_its_last_operation(world):
+def test_h20_a_hang_ends_with_its_line_its_stack_its_output_and_its_last_operation(world, failure_of):
     """https://github.com/sgl-project/sglang/pull/29925"""
     error = failure_of(world, wait_for_nobody, deadline_s=10.0)
     first = error.failures[0]
@@ -315,7 +304,7 @@ def wait_for_a_child(context):
     context.state["child"] = subprocess.run([sys.executable, "-c", command], timeout=1000)
 
 
-def test_h21_what_the_child_of_a_stuck_rank_printed_is_kept_and_the_child_is_not(worlds):
+def test_h21_what_the_child_of_a_stuck_rank_printed_is_kept_and_the_child_is_not(worlds, failure_of):
     """https://github.com/hw-native-sys/simpler/pull/721"""
     world = worlds(1)
     world.run(healthy)
@@ -336,7 +325,7 @@ def stall_beside_a_helper(context, folder):
     time.sleep(1000)
 
 
-def test_h22_only_ranks_are_asked_for_their_stacks(worlds, tmp_path):
+def test_h22_only_ranks_are_asked_for_their_stacks(worlds, tmp_path, failure_of):
     """https://github.com/underworldcode/underworld3/pull/678"""
     error = failure_of(worlds(1), stall_beside_a_helper, tmp_path, deadline_s=5.0)
     assert "in stall_beside_a_helper" in error.failures[0].text
@@ -446,7 +435,7 @@ def send_five_for_three(context):
     dist.barrier()
 
 
-def test_h34_both_sides_of_a_mismatch_are_told(worlds):
+def test_h34_both_sides_of_a_mismatch_are_told(worlds, failure_of):
     """https://github.com/pytorch/gloo/pull/456"""
     error = failure_of(worlds(2), send_five_for_three)
     assert error.failures[0].rank == 1
