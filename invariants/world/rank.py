@@ -138,7 +138,7 @@ def _call(context: RankContext, path: list[str], cargo: bytes) -> bytes:
     context.generator.manual_seed(context.rank)
     function, arguments = loads(cargo)
     result: Any = function(context, *arguments)
-    context.recorder.end_of_call()
+    context.recorder.idle()
     try:
         return dumps(result)
     except Exception as error:

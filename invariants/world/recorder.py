@@ -124,6 +124,9 @@ class Recorder:
             self._entries.clear()
             self.label = ""
             self.buffers = None
+            # Those that start later are noted when they do. One that has not communicated may be what others wait for.
+            others = [thread for thread in threading.enumerate() if not isinstance(thread, threading._DummyThread)]
+            self._note_threads([each.native_id or os.getpid() for each in others if each.ident != self._main])
 
     def watch_buffers(self) -> None:
         """Note also whether buffers of messages keep their contents, until `clear`; it costs a pass over each."""
@@ -197,7 +200,6 @@ class Recorder:
     def begin_wait(self, number: int) -> None:
         """The calling thread waits for operation `number`."""
         if threading.get_ident() == self._main:
-            self._note_other_threads()
             words = self._writer.words
             words[WAITING] = number + 1
             words[TURNS] += 1
@@ -236,11 +238,6 @@ class Recorder:
         self.begin_wait(number)
         torch.autograd.Variable._execution_engine.queue_callback(lambda: self.end_wait(number, completes=False))
 
-    def end_of_call(self) -> None:
-        """The main thread is done, and posts nothing more by itself."""
-        self.idle()
-        self._note_other_threads()
-
     def idle(self) -> None:
         """The main thread waits for nothing: a backward that failed has not said so."""
         if self._writer.words[WAITING]:
@@ -276,13 +273,6 @@ class Recorder:
             completes = True
         finally:
             self.end_wait(number, completes=completes)
-
-    def _note_other_threads(self) -> None:
-        """Threads that Python has started: one that has not communicated yet may still be what the others wait for."""
-        if len(threading._active) > 1:  # type: ignore[attr-defined]  # `active_count` without its lock, for each wait
-            others = [thread for thread in threading.enumerate() if not isinstance(thread, threading._DummyThread)]
-            with self._lock:
-                self._note_threads([each.native_id or os.getpid() for each in others if each.ident != self._main])
 
     def _note_threads(self, threads: Sequence[int]) -> None:
         words = self._writer.words
