@@ -4,6 +4,6 @@ from hypothesis import settings
 
 pytest_plugins = ("invariants.plugin", "pytester")
 
-# Machines that test this are slow and loaded; 50 examples keep the run below ten minutes on 2 cores.
+# Machines that test this are slow and loaded, and there are hundreds of properties.
 settings.register_profile("tests", deadline=None, max_examples=30)
 settings.load_profile("tests")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from invariants.case import Case
 from invariants.errors import UsageError
 from invariants.evidence import Evidence
-from invariants.invariant import Invariant, Verdict
+from invariants.invariant import Invariant, Verdict, reasons
 from invariants.known import Known, fit
 from invariants.store import Run, Store
 from invariants.target import Target
@@ -153,7 +153,7 @@ class Campaign:
             return judgement("known", "; ".join(f"{_line(entry.reason)} ({entry.report})" for entry in covered))
         for status in ("refused", "not applicable"):
             if status in by_status:
-                return judgement(status, _line(by_status[status][0].reason))
+                return judgement(status, reasons(_line(verdict.reason) for verdict in by_status[status]))
         return judgement("not applicable", "no case was planned")
 
     def _known(self, verdict: Verdict) -> Known | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -148,3 +149,14 @@ def _problems(id: object, needs: object, applies: object, function: object) -> I
         yield f"{function.__name__}{inspect.signature(function)} must take one argument, the evidence"
     elif not (function.__doc__ or "").strip():
         yield f"{function.__name__} has no docstring; its first paragraph is the promise that `invariants list` shows"
+
+
+def reasons(given: Iterable[str]) -> str:
+    """Different reasons in one line, the most frequent first, with their numbers; at most three of them."""
+    counts = Counter(given)
+    if len(counts) == 1:
+        return next(iter(counts))
+    told = [
+        f"{reason} ({number} cases)" if number > 1 else f"{reason} (1 case)" for reason, number in counts.most_common(3)
+    ]
+    return "; ".join(told + ([f"{len(counts) - 3} other reasons"] if len(counts) > 3 else []))

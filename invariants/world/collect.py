@@ -69,6 +69,7 @@ class Collection:
         self._server = server
         self._folder = folder
         self._limit_s = limit_s
+        self._began = time.monotonic()
         self._answers: dict[int, bytes] = {}
         self._failed: set[int] = set()
         self._watch: liveness.Watch | None = None
@@ -92,7 +93,7 @@ class Collection:
                 self._watch.close()
 
     def _collect(self) -> list[bytes] | None:
-        until = time.monotonic() + self._limit_s
+        until = self._began + self._limit_s
         with selectors.DefaultSelector() as selector:
             selector.register(self._server.sock, selectors.EVENT_READ, None)
             for rank in self._ranks:
@@ -186,9 +187,10 @@ class Collection:
         stuck = [rank for rank in self._ranks if not self._done(rank)]
         overran = not self.failures
         suspended = {rank.number for rank in stuck if self._server.suspended(rank.pid)}
+        worked = f"was still at work after {time.monotonic() - self._began:.2g} s of {self._limit_s:g}"
         stacks = self._dumped(stuck)
         for rank in sorted(stuck, key=lambda rank: rank.number not in suspended):
-            when = f"was not done after {self._limit_s:g} s" if overran else "was still at work"
+            when = f"was not done after {self._limit_s:g} s" if overran else worked
             self.failures.append(
                 RankFailure(
                     rank.number,

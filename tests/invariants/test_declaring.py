@@ -12,7 +12,7 @@ from invariants import codec, registry
 from invariants.case import Case, Topology
 from invariants.errors import UsageError
 from invariants.evidence import Evidence, Loss, Reload, Section, State
-from invariants.invariant import NotApplicable, Violation, invariant
+from invariants.invariant import NotApplicable, Violation, invariant, reasons
 from invariants.schedule.compiled import OFF, WORTH_IT, available
 from invariants.strategies import cases
 from invariants.target import Promises
@@ -155,3 +155,16 @@ def test_numba_is_imported_for_schedules_that_make_up_for_it(monkeypatch, cells)
     seen = []
     declared(lambda _: seen.append(available()) or ()).judge(replace(EVIDENCE, schedule=(("0F0",) * cells, ())))
     assert seen == [cells == WORTH_IT and find_spec("numba") is not None]
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (["one rank"], "one rank"),
+        (["one rank"] * 3, "one rank"),
+        (["one rank", "no message", "no message"], "no message (2 cases); one rank (1 case)"),
+        (list("aabbccdde"), "a (2 cases); b (2 cases); c (2 cases); 2 other reasons"),
+    ],
+)
+def test_different_reasons_are_all_told(given, told):
+    assert reasons(given) == told

@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import re
 import signal
 import sys
 import time
@@ -157,6 +158,9 @@ def test_a_rank_that_sleeps_is_named_before_the_one_that_waited_for_it(worlds, m
     sleeper, waiter = caught.value.failures
     assert (sleeper.rank, waiter.rank) == (1, 0)
     assert "sleep" in sleeper.text
+    assert "after 1.5 s" in sleeper.message or re.fullmatch(
+        r"was still at work after \d+(\.\d+)? s of 1\.5", sleeper.message
+    )
     assert ("Timed out" in waiter.message) == (made_for_s == 1.5)
 
 
